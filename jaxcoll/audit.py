@@ -1,0 +1,323 @@
+"""The audit of a traced step: the known ways in which types alone let a wrong reduction pass.
+
+One walk over the jaxpr follows, for every value, the axes over which it really differs between ranks, next to
+the axes that its type names. It is no proof of a program; the README says what is trusted and what is checked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from jaxcoll.states import StateError
+
+Axes = frozenset[str]
+NONE: Axes = frozenset()
+
+# What may touch a partial sum between its birth and its reduction: f(a) + f(b) == f(a + b) for each of these.
+LINEAR = frozenset(
+    "add sub neg add_any reshape transpose slice squeeze expand_dims broadcast_in_dim tile reduce_sum concatenate "
+    "stack split unstack copy copy_p name stop_gradient optimization_barrier".split()
+)
+CASTS = frozenset("pvary preduced reduced_vary_cast vary_unreduced_cast vary_reduced_cast".split())
+SUMS = frozenset(
+    "psum psum_invariant unreduced_psum psum_invariant_start reduce_scatter unreduced_reduce_scatter "
+    "reduce_scatter_start".split()
+)
+EXTREMES = frozenset("pmax pmin unreduced_pmax unreduced_pmin".split())
+GATHERS = frozenset(
+    "all_gather all_gather_invariant all_gather_reduced all_gather_start all_gather_reduced_start".split()
+)
+BROADCASTS = frozenset("pbroadcast pbroadcast_dynamic".split())
+# XLA:CPU lets a permute wait for every device, also for those that it neither sends to nor hears from.
+PERMUTES = frozenset("ppermute ppermute_start psend precv".split())
+MOVES = frozenset("all_to_all ragged_all_to_all all_to_all_start".split()) | PERMUTES
+COLLECTIVES = SUMS | EXTREMES | GATHERS | BROADCASTS | MOVES
+# These leave the same value on every rank of their axes; scatters and moves do not.
+MAKES_EQUAL = frozenset("psum psum_invariant unreduced_psum psum_invariant_start".split())
+MAKES_EQUAL |= EXTREMES | GATHERS | BROADCASTS
+
+_NOT_THE_USER = tuple(
+    str(Path(file).parent) + "/"
+    for file in (jax.__file__, getattr(importlib.util.find_spec("flax"), "origin", None))
+    if file
+) + (str(Path(__file__).with_name("collectives.py")), "<frozen ")
+
+
+def audit(traced: Any) -> None:
+    """Refuses a traced step that reduces wrongly or could hang, before it is compiled.
+
+    Checked, in every nested body: (i) a partial sum touched by anything but + - reshape transpose slice
+    broadcast sum, concatenation of partials, or a collective over other axes; (ii) a partial mixed with a
+    complete value; (iii) a value that differs between ranks while its type says that it does not; (iv) a cond or
+    while that encloses a collective over ranks that may disagree on its predicate; (v) a sum over ranks that all
+    hold the same value (a replica counted once per rank); (vi) a `shard_map` with `check_vma=False`, or a
+    collective over `axis_index_groups`, where nothing can be known.
+
+    Args:
+        traced: a jaxpr, closed or not, or the result of `jax.jit(f).trace(...)`.
+
+    Raises:
+        StateError: with the source line of the first fault.
+    """
+    lowered = getattr(traced, "lojax", traced)  # the bodies of jax's high-level primitives, written out
+    jaxpr = getattr(lowered, "jaxpr", lowered)
+    _Walk().body(_open(jaxpr), [NONE] * len(_open(jaxpr).invars), in_mesh=False)
+
+
+def _open(jaxpr: Any) -> Any:
+    return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+
+
+def _varying(var: Any) -> Axes:
+    kind = getattr(var.aval, "mat", None)
+    return kind.varying if kind else NONE
+
+
+def _partial(var: Any) -> Axes:
+    kind = getattr(var.aval, "mat", None)
+    return kind.unreduced if kind else NONE
+
+
+def collective_axes(eqn: Any) -> Axes:
+    """The mesh axes over which one equation communicates; empty for an equation that does not."""
+    if eqn.primitive.name not in COLLECTIVES:
+        return NONE
+    for key in ("axes", "axis_name", "axis"):
+        if key in eqn.params:
+            axes = eqn.params[key]
+            return frozenset(axes if isinstance(axes, tuple | list | frozenset | set) else (axes,))
+    return NONE
+
+
+def subjaxprs(eqn: Any) -> Iterator[Any]:
+    """The bodies nested directly in an equation, opened."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(_open(item), "eqns"):
+                yield _open(item)
+
+
+def _collectives(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in COLLECTIVES:
+            yield eqn
+        for body in subjaxprs(eqn):
+            yield from _collectives(body)
+
+
+def source_line(eqn: Any) -> str | None:
+    """`file.py:12 (function)` of the innermost frame outside jax and the verbs, or None without one."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback else ():
+        if not frame.file_name.startswith(_NOT_THE_USER):
+            return f"{Path(frame.file_name).name}:{frame.line_num} ({frame.function_name})"
+    return None
+
+
+def _names(axes: Axes) -> str:
+    return "(" + ", ".join(sorted(axes)) + ")"
+
+
+class _Walk:
+    """Follows `real`: for each value, the axes over which ranks may hold different numbers."""
+
+    def __init__(self):
+        self.around: list[Any] = []  # the enclosing equations: a cached inner body has no line of its own
+        self.manual = NONE  # the axes of the enclosing shard_maps
+
+    def where(self, eqn: Any) -> str:
+        lines = (source_line(e) for e in (eqn, *reversed(self.around)))
+        return f"{eqn.primitive.name} at {next(filter(None, lines), 'an unknown line')}"
+
+    def body(self, jaxpr: Any, real_in: Sequence[Axes], *, in_mesh: bool = True) -> list[Axes]:
+        real: dict[Any, Axes] = {v: _varying(v) | _partial(v) for v in jaxpr.constvars}
+        real.update(zip(jaxpr.invars, real_in, strict=True))
+
+        def read(atom: Any) -> Axes:
+            return NONE if isinstance(atom, core.Literal) else real[atom]
+
+        for eqn in jaxpr.eqns:
+            real_out = self.equation(eqn, [read(v) for v in eqn.invars])
+            for var, axes in zip(eqn.outvars, real_out, strict=True):
+                if in_mesh and eqn.primitive.name != "shard_map":
+                    self.vanished(eqn, var, axes)
+                real[var] = axes
+        return [read(v) for v in jaxpr.outvars]
+
+    def equation(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
+        self.around.append(eqn)
+        out = self.inside(eqn, real_in)
+        self.around.pop()
+        return out
+
+    def inside(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
+        name = eqn.primitive.name
+        if name == "shard_map":
+            return self.shard_map(eqn, real_in)
+        if name == "cond":
+            return self.cond(eqn, real_in)
+        if name == "while":
+            return self.while_loop(eqn, real_in)
+        if name == "scan":
+            return self.scan(eqn, real_in)
+        bodies = list(subjaxprs(eqn))
+        if len(bodies) == 1 and _is_call(eqn, bodies[0]):
+            return self.body(bodies[0], real_in)
+        for body in bodies if not _is_kernel(name) else ():
+            self.body(body, [_varying(v) | _partial(v) for v in body.invars])
+        self.partial_operands(eqn)
+        self.replica_summed(eqn, real_in)
+        return self.transfer(eqn, real_in)
+
+    def transfer(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
+        name, axes = eqn.primitive.name, collective_axes(eqn)
+        joined = NONE.union(*real_in) if real_in else NONE
+        if any(_is_ref(v) for v in (*eqn.invars, *eqn.outvars)):  # what was written there is not followed
+            return [_varying(v) | _partial(v) for v in eqn.outvars]
+        if name == "reduced_vary_cast":
+            # The cotangent of a partial sum: equal everywhere, but each rank's belongs to its own addend, so the
+            # gradient of a replica that went into every addend is rightly the sum of them all.
+            return [joined | frozenset(eqn.params["axes"])]
+        if name == "axis_index":
+            axis = eqn.params["axis_name"]
+            return [frozenset(axis if isinstance(axis, tuple) else (axis,))]
+        if name == "optimization_barrier":
+            return real_in
+        if name == "io_callback":  # each process asks its own host
+            return [self.manual] * len(eqn.outvars)
+        if name in MAKES_EQUAL:
+            return [joined - axes] * len(eqn.outvars)
+        return [joined | axes] * len(eqn.outvars)
+
+    def vanished(self, eqn: Any, var: Any, real: Axes) -> None:
+        lost = real - _varying(var) - _partial(var)
+        if lost:
+            way_out = "move the reduction before it, or keep the value SHARD"
+            if eqn.primitive.name == "sort":
+                way_out = "jax.numpy.argsort(x) mistypes positions, jax.numpy.lexsort((x,)) does not"
+            raise StateError(
+                f"{self.where(eqn)}: its result differs over {_names(lost)} but is typed as a replica there; {way_out}"
+            )
+
+    def partial_operands(self, eqn: Any) -> None:
+        partial = [_partial(v) for v in eqn.invars]
+        touched = NONE.union(*partial) if partial else NONE
+        if not touched:
+            return
+        name = eqn.primitive.name
+        axes = collective_axes(eqn)
+        over_others = bool(axes) and name not in EXTREMES and not axes & touched
+        completes = name in ("unreduced_psum", "unreduced_reduce_scatter") and axes <= touched
+        if name not in LINEAR | CASTS and not over_others and not completes:
+            raise StateError(
+                f"{self.where(eqn)} touches a value that is PARTIAL over {_names(touched)}; until all_reduce "
+                "or reduce_scatter completes it only + - reshape transpose slice broadcast sum and concatenation "
+                "of partials keep the sum right"
+            )
+        if len(set(partial)) > 1 and name != "optimization_barrier":
+            raise StateError(
+                f"{self.where(eqn)} mixes a value that is PARTIAL over {_names(touched)} with one that is "
+                "not; complete the partial first, or the complete part is counted once per rank"
+            )
+
+    def replica_summed(self, eqn: Any, real_in: list[Axes]) -> None:
+        name = eqn.primitive.name
+        if eqn.params.get("axis_index_groups") is not None:
+            raise StateError(f"{self.where(eqn)} uses axis_index_groups: such groups are no mesh axes")
+        axes = collective_axes(eqn) if name in SUMS else NONE
+        if name == "vary_unreduced_cast":
+            axes = frozenset(eqn.params["axes"])
+        for operand, real in zip(eqn.invars, real_in, strict=True):
+            same = axes - real
+            if same and not isinstance(operand, core.Literal):
+                raise StateError(
+                    f"{self.where(eqn)} sums over {_names(same)}, where every rank holds the same value: "
+                    "a replica would be counted once per rank"
+                )
+
+    def shard_map(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
+        if not eqn.params.get("check_vma", True):
+            raise StateError(f"{self.where(eqn)} has check_vma=False: states are unknown in it")
+        (inner,) = subjaxprs(eqn)
+        cut = [_varying(v) | _partial(v) for v in inner.invars]
+        known = [_varying(v) | _partial(v) for v in eqn.invars]  # by an enclosing shard_map
+        outside, self.manual = self.manual, self.manual | frozenset(eqn.params["manual_axes"])
+        self.body(inner, [real | c - k for real, c, k in zip(real_in, cut, known, strict=True)])
+        self.manual = outside
+        return [_varying(v) | _partial(v) for v in eqn.outvars]
+
+    def predicate(self, eqn: Any, varying: Axes, bodies: list[Any]) -> None:
+        for inner in (e for body in bodies for e in _collectives(body)):
+            over = collective_axes(inner)
+            if varying and inner.primitive.name in PERMUTES or varying & over:
+                raise StateError(
+                    f"{self.where(eqn)} communicates over {_names(over)} ({inner.primitive.name}) under a predicate "
+                    f"that differs over {_names(varying)}: ranks that disagree would wait for each other for ever; "
+                    "reduce the predicate first and use uniform_cond"
+                )
+
+    def cond(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
+        branches = [_open(b) for b in eqn.params["branches"]]
+        self.predicate(eqn, _varying(eqn.invars[0]) | real_in[0], branches)
+        outs = [self.body(b, real_in[1:]) for b in branches]
+        return [NONE.union(real_in[0], *axes) for axes in zip(*outs, strict=True)]
+
+    def while_loop(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
+        test, body = _open(eqn.params["cond_jaxpr"]), _open(eqn.params["body_jaxpr"])
+        n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        test_consts, body_consts = real_in[:n_test], real_in[n_test : n_test + n_body]
+        carry = real_in[n_test + n_body :]
+        self.predicate(eqn, _varying(test.outvars[0]), [test, body])
+        while True:
+            decided = self.body(test, test_consts + carry)[0]
+            grown = self.body(body, body_consts + carry)
+            # A loop that ranks leave at different times leaves different values.
+            merged = [old | new | decided for old, new in zip(carry, grown, strict=True)]
+            if merged == carry:
+                return carry
+            carry = merged
+
+    def scan(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
+        (body,) = subjaxprs(eqn)
+        n_consts, n_carry = _scan_counts(eqn)
+        consts, carry = real_in[:n_consts], real_in[n_consts : n_consts + n_carry]
+        xs = real_in[n_consts + n_carry :]
+        while True:
+            out = self.body(body, consts + carry + xs)
+            merged = [old | new for old, new in zip(carry, out[:n_carry], strict=True)]
+            if merged == carry:
+                return out[:n_carry] + out[n_carry:]
+            carry = merged
+
+
+def _scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many of a scan's operands are constants and how many are carried."""
+    if "num_carry" in eqn.params:  # jax < 0.12
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].update(list(range(len(eqn.invars)))).unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def _is_call(eqn: Any, body: Any) -> bool:
+    """Whether the body runs on exactly the operands; a custom reduction's, for one, sees typeless scalars."""
+
+    def types(variables: Sequence[Any]) -> list[Any]:
+        return [getattr(v.aval, "mat", None) for v in variables]
+
+    same = types(body.invars) == types(eqn.invars) and types(body.outvars) == types(eqn.outvars)
+    return same and not _is_kernel(eqn.primitive.name)
+
+
+def _is_ref(var: Any) -> bool:
+    return hasattr(var.aval, "inner_aval")
+
+
+def _is_kernel(name: str) -> bool:
+    """A kernel's body works on references, not on the values that the step passes around."""
+    return name in ("pallas_call", "mosaic_gpu_call", "core_map", "run_scoped", "run_state")

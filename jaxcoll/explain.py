@@ -1,0 +1,79 @@
+"""What a traced step does at each named stage: shapes, states and collectives, read off the program itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from jaxcoll.audit import collective_axes, subjaxprs
+from jaxcoll.states import State
+from jaxcoll.topology import GroupName, Topology
+
+_GROUPS: tuple[GroupName, ...] = ("attn_dp", "attn_tp")
+_VERBS = {
+    "unreduced_psum": "all_reduce",
+    "unreduced_reduce_scatter": "reduce_scatter",
+    "all_gather_invariant": "all_gather",
+    "all_to_all": "all_to_all",
+    "ragged_all_to_all": "ragged_all_to_all",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What one named scope of a step leaves behind.
+
+    Attributes:
+        scope: the scope's path, such as layer.1/attn.all_reduce.
+        shape: per-rank shape of its result.
+        dtype: element type of its result.
+        states: of the result, per group.
+        collective: the verbs that ran in it with their axes, or "" for none.
+    """
+
+    scope: str
+    shape: tuple[int, ...]
+    dtype: str
+    states: dict[str, str]
+    collective: str
+
+
+def stages(traced: Any, topology: Topology, prefix: str) -> list[Stage]:
+    """The stages of a traced step whose scope path starts with `prefix`, in program order.
+
+    Args:
+        traced: a `Step.traced`.
+        topology: the step's mesh.
+        prefix: such as "layer.1/".
+    """
+    found: dict[str, Stage] = {}
+    for eqn in _mapped_equations(traced.jaxpr.jaxpr):
+        scope = "/".join(str(eqn.source_info.name_stack).split("/")[:2])
+        if not scope.startswith(prefix) or not eqn.outvars:
+            continue
+        aval = eqn.outvars[0].aval
+        collective = found[scope].collective if scope in found else ""
+        if axes := collective_axes(eqn):
+            verb = _VERBS.get(eqn.primitive.name, eqn.primitive.name)
+            ordered = [a for a in topology.axes if a in axes]
+            collective = "; ".join(filter(None, [collective, f"{verb} over {', '.join(ordered)}"]))
+        states = {g: _state(aval, topology.group(g)) for g in _GROUPS}
+        found[scope] = Stage(scope, tuple(aval.shape), str(aval.dtype), states, collective)
+    return list(found.values())
+
+
+def _mapped_equations(jaxpr: Any) -> Iterator[Any]:
+    """The equations directly inside the step's shard_map."""
+    for eqn in jaxpr.eqns:
+        for body in subjaxprs(eqn):
+            yield from body.eqns if eqn.primitive.name == "shard_map" else _mapped_equations(body)
+
+
+def _state(aval: Any, group: tuple[str, ...]) -> str:
+    kind = aval.mat
+    found = {
+        State.PARTIAL if a in kind.unreduced else State.SHARD if a in kind.varying else State.REPLICA
+        for a in group
+    }
+    return str(found.pop()) if len(found) == 1 else "mixed"

@@ -1,0 +1,168 @@
+"""One mesh for attention and experts: sizes, axes, groups and the rank formula, both ways.
+
+It knows nothing of tensors. A size-1 axis stays in the mesh, so a program is type-checked on one device
+exactly as on many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+GroupName = Literal["attn_dp", "attn_tp", "moe_ep", "moe_tp", "world"]
+Group = tuple[str, ...]
+
+
+class TopologyError(ValueError):
+    """Sizes that no mesh can have; the message carries the numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """world = attn_dp * attn_tp = moe_ep * moe_tp devices on one mesh.
+
+    The mesh axes are the common refinement of both factorisations: the axis that the other factorisation cuts is
+    split into `*_outer` and `*_inner`. Rank = attn_dp_rank * attn_tp + attn_tp_rank = moe_ep_rank * moe_tp +
+    moe_tp_rank, which is also the row-major position in `mesh.devices`.
+
+    Args:
+        attn_dp: replicas that hold different requests.
+        attn_tp: ranks that share one replica's heads.
+        moe_ep: owners of disjoint experts; None means the world. moe_tp (ranks that share one expert's width)
+            follows from it.
+        devices: the world's devices in rank order; None takes the first ones of `jax.devices()` when the mesh is
+            first asked for.
+
+    Raises:
+        TopologyError: a size below 1, moe_ep that does not divide the world, factorisations without a common
+            refinement, or a device count other than the world's.
+    """
+
+    attn_dp: int = 1
+    attn_tp: int = 1
+    moe_ep: int | None = None
+    devices: Sequence[Any] | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def __post_init__(self):
+        if self.moe_ep is None:
+            object.__setattr__(self, "moe_ep", self.attn_dp * self.attn_tp)
+        for name in ("attn_dp", "attn_tp", "moe_ep"):
+            size = getattr(self, name)
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise TopologyError(f"{name} must be a whole number of at least 1, not {size!r}")
+        if self.world % self._moe_ep:
+            raise TopologyError(
+                f"moe_ep={self._moe_ep} does not divide the world of attn_dp*attn_tp = "
+                f"{self.attn_dp}*{self.attn_tp} = {self.world} devices"
+            )
+        if self.attn_tp % self.moe_tp and self.moe_tp % self.attn_tp:
+            raise TopologyError(
+                f"attn_dp x attn_tp = {self.attn_dp}x{self.attn_tp} and moe_ep x moe_tp = "
+                f"{self._moe_ep}x{self.moe_tp} have no common refinement: neither attn_tp={self.attn_tp} "
+                f"nor moe_tp={self.moe_tp} divides the other"
+            )
+        if self.devices is not None and len(self.devices) != self.world:
+            raise TopologyError(f"{len(self.devices)} devices given for a world of {self.world}")
+
+    @property
+    def _moe_ep(self) -> int:
+        assert self.moe_ep is not None
+        return self.moe_ep
+
+    @property
+    def world(self) -> int:
+        return self.attn_dp * self.attn_tp
+
+    @property
+    def moe_tp(self) -> int:
+        return self.world // self._moe_ep
+
+    @functools.cached_property
+    def axes(self) -> dict[str, int]:
+        """Mesh axes, outermost first, with their sizes."""
+        if self.moe_tp in (1, self.attn_tp) or self.world == self.moe_tp:
+            return {"attn_dp": self.attn_dp, "attn_tp": self.attn_tp}
+        if self.attn_tp % self.moe_tp == 0:
+            outer = self.attn_tp // self.moe_tp
+            return {"attn_dp": self.attn_dp, "attn_tp_outer": outer, "attn_tp_inner": self.moe_tp}
+        inner = self.moe_tp // self.attn_tp
+        return {"attn_dp_outer": self.attn_dp // inner, "attn_dp_inner": inner, "attn_tp": self.attn_tp}
+
+    def group(self, name: GroupName) -> Group:
+        """The axes of a group, in mesh order; empty for a moe_tp or moe_ep that no axis carries."""
+        axes = tuple(self.axes)
+        if name == "world":
+            return axes
+        if name in ("attn_dp", "attn_tp"):
+            return tuple(a for a in axes if a.startswith(name))
+        if name not in ("moe_ep", "moe_tp"):
+            raise TopologyError(f"unknown group {name!r}; groups are attn_dp, attn_tp, moe_ep, moe_tp, world")
+        cut = next(
+            i for i in range(len(axes) + 1) if self.size(axes[i:]) == self.moe_tp and self._tight(axes[i:])
+        )
+        return axes[:cut] if name == "moe_ep" else axes[cut:]
+
+    def _tight(self, axes: Group) -> bool:
+        """Whether the group starts with an axis that has members (a leading size-1 axis belongs to the other side)."""
+        return not axes or self.axes[axes[0]] > 1
+
+    def size(self, group: Group) -> int:
+        """Members of a group: the product of its axes' sizes."""
+        return math.prod(self.axes[a] for a in group)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The mesh; asking for it starts the devices unless they were given."""
+        devices = self.devices
+        if devices is None:
+            found = jax.devices()
+            if len(found) < self.world:
+                raise TopologyError(
+                    f"a world of {self.world} needs {self.world} devices; this process sees {len(found)}"
+                )
+            devices = found[: self.world]
+        grid = np.array(devices, dtype=object).reshape(tuple(self.axes.values()))
+        return Mesh(grid, tuple(self.axes), axis_types=(AxisType.Auto,) * len(self.axes))
+
+    def sharding(self, spec: PartitionSpec) -> NamedSharding:
+        """Where a global array with this spec lives on the mesh."""
+        return NamedSharding(self.mesh, spec)
+
+    def attention_rank(self, attn_dp_rank: int, attn_tp_rank: int) -> int:
+        """World rank of an attention rank pair (communication semantics, section 1)."""
+        return self._joined(attn_dp_rank, self.attn_dp, attn_tp_rank, self.attn_tp)
+
+    def expert_rank(self, moe_ep_rank: int, moe_tp_rank: int) -> int:
+        """World rank of an expert rank pair (communication semantics, section 1)."""
+        return self._joined(moe_ep_rank, self._moe_ep, moe_tp_rank, self.moe_tp)
+
+    def attention_ranks(self, rank: int) -> tuple[int, int]:
+        """(attn_dp_rank, attn_tp_rank) of a world rank."""
+        self._joined(rank, self.world, 0, 1)
+        return divmod(rank, self.attn_tp)
+
+    def expert_ranks(self, rank: int) -> tuple[int, int]:
+        """(moe_ep_rank, moe_tp_rank) of a world rank."""
+        self._joined(rank, self.world, 0, 1)
+        return divmod(rank, self.moe_tp)
+
+    def members(self, name: GroupName) -> list[list[int]]:
+        """World ranks of every group of that name, each in the group's own order."""
+        group = self.group(name)
+        ranks = np.arange(self.world).reshape(tuple(self.axes.values()))
+        inside = [list(self.axes).index(a) for a in group]
+        outside = [i for i in range(len(self.axes)) if i not in inside]
+        return ranks.transpose(outside + inside).reshape(-1, self.size(group)).tolist()
+
+    @staticmethod
+    def _joined(outer: int, outer_size: int, inner: int, inner_size: int) -> int:
+        if not (0 <= outer < outer_size and 0 <= inner < inner_size):
+            raise TopologyError(f"rank ({outer}, {inner}) lies outside {outer_size} x {inner_size}")
+        return outer * inner_size + inner

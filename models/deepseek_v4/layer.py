@@ -1,0 +1,85 @@
+"""One DeepSeek-V4 decode layer: follow a token from its streams through attention and experts and back.
+
+States are written at every line as (attn_dp, attn_tp): R replica, S shard or other requests' rows, P partial sum.
+The path is row A1 of communication semantics, section 4.1: gather equal padded slots, all_reduce, local slice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxcoll.collectives import all_gather, all_reduce, take_shard
+from jaxcoll.topology import Topology
+from models.deepseek_v4.attention import Attention
+from models.deepseek_v4.cache import LayerCache
+from models.deepseek_v4.config import Config
+from models.deepseek_v4.hyper_connection import HyperConnection
+from models.deepseek_v4.moe import MoE
+from models.deepseek_v4.norm import RMSNorm
+from models.deepseek_v4.rows import Rows
+
+Array = jax.Array
+scope = jax.named_scope
+
+
+class Layer(nnx.Module):
+    """mHC around attention, mHC around experts."""
+
+    def __init__(self, config: Config, layer: int, topology: Topology, dtype: Any):
+        self.name = f"layer.{layer}"
+        self.attn_dp, self.attn_tp = topology.group("attn_dp"), topology.group("attn_tp")
+        self.world = topology.group("world")
+        self.hc_attn = HyperConnection(config, self.attn_tp)
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attn = Attention(config, layer, topology, dtype)
+        self.hc_ffn = HyperConnection(config, self.attn_tp)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.ffn = MoE(config, layer, topology, dtype)
+
+    def __call__(
+        self, streams: Array, rows: Rows, world_tokens: Array, cache: LayerCache
+    ) -> tuple[Array, LayerCache, dict[str, Array]]:
+        """One token per row through the layer.
+
+        Args:
+            streams: [T, N, D] residual streams of this replica's rows, (S, R).
+            rows: this replica's rows, (S, R).
+            world_tokens: [attn_dp*T] token ids of all replicas' rows, -1 for padding, (R, R).
+            cache: this layer's caches, (S, R).
+
+        Returns:
+            streams after the layer, the caches with this token in them, and what passed by, for comparison:
+            attn_out, moe_out [T, D], topk_ids, topk_weights [T, K], all (S, R). Padding rows are garbage.
+        """
+        with scope(self.name):
+            with scope("hc_attn.read"):
+                x, mix = self.hc_attn.read(streams)  # [T, D] (S, R)
+                x = self.attn_norm(x)
+            with scope("attn"):
+                y, cache = self.attn(x, rows, cache)  # [T, D] (S, P): each rank's heads
+            with scope("attn.all_reduce"):
+                attn_out = all_reduce(y, self.attn_tp)  # [T, D] (S, R)
+            with scope("hc_attn.write"):
+                streams = self.hc_attn.write(streams, attn_out, mix)  # [T, N, D] (S, R)
+
+            with scope("hc_ffn.read"):
+                x, mix = self.hc_ffn.read(streams)  # [T, D] (S, R)
+                x = self.ffn_norm(x)
+            with scope("moe.all_gather"):
+                everyone = all_gather(x, self.attn_dp, 0)  # [attn_dp*T, D] (R, R): every rank sees all rows
+            with scope("moe"):
+                y, routing = self.ffn(everyone, world_tokens)  # [attn_dp*T, D] (P, P): each rank's experts
+            with scope("moe.all_reduce"):
+                y = all_reduce(y, self.world)  # [attn_dp*T, D] (R, R)
+            with scope("moe.take_shard"):
+                moe_out = take_shard(y, self.attn_dp, 0)  # [T, D] (S, R): own rows, nothing is sent
+                shared = self.ffn.shared_on_own_rows(x)
+                moe_out = moe_out if shared is None else moe_out + shared
+            with scope("hc_ffn.write"):
+                streams = self.hc_ffn.write(streams, moe_out, mix)  # [T, N, D] (S, R)
+        ids, weights = (take_shard(a, self.attn_dp, 0) for a in routing)
+        seen = {"attn_out": attn_out, "moe_out": moe_out, "topk_ids": ids, "topk_weights": weights}
+        return streams, cache, seen

@@ -1,0 +1,204 @@
+"""What the `jaxcoll` subcommands can be asked: one frozen dataclass each, without jax.
+
+Only the options themselves are judged here; what needs a checkpoint or a mesh is judged by whoever has it.
+"""
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
+from tyro.constructors import PrimitiveConstructorSpec
+
+from models.errors import UserError
+
+LARGEST = 2**31 - 1
+BARE_ATTN_DP, BARE_ATTN_TP = 4, 2
+
+
+def _whole(text: str, least: int) -> int:
+    """Reads a plain decimal number; `int` alone would take 1_000, +4 and other scripts' digits as well."""
+    if not re.fullmatch(r"[0-9]{1,10}", text.strip()) or not least <= int(text) <= LARGEST:
+        raise ValueError(f"must be a whole number from {least} to {LARGEST}, not {text!r}")
+    return int(text)
+
+
+def _size(words: list[str]) -> int:
+    return _whole(words[0], least=1)
+
+
+def _number_list(words: list[str]) -> tuple[int, ...]:
+    try:
+        return tuple(_whole(part, least=0) for part in words[0].split(","))
+    except ValueError:
+        raise ValueError(
+            f"must be whole numbers from 0 to {LARGEST} separated by commas, such as 5,17,9, not {words[0]!r}"
+        ) from None
+
+
+def _folder(words: list[str]) -> Path:
+    if not words[0]:
+        raise ValueError("must be a folder, not an empty name")
+    return Path(words[0])
+
+
+def _is_number_list(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(number, int) for number in value)
+
+
+_SIZE = PrimitiveConstructorSpec(1, "N", _size, lambda v: isinstance(v, int), lambda v: [str(v)])
+_OPTIONAL_SIZE = PrimitiveConstructorSpec(
+    1, "N", _size, lambda v: v is None or isinstance(v, int), lambda v: [str(v)]
+)
+_NUMBERS = PrimitiveConstructorSpec(
+    1, "N,N,...", _number_list, _is_number_list, lambda v: [",".join(map(str, v))]
+)
+_OPTIONAL_NUMBERS = PrimitiveConstructorSpec(
+    1, "N,N,...", _number_list, lambda v: v is None or _is_number_list(v), lambda v: [str(v)]
+)
+_FOLDER = PrimitiveConstructorSpec(1, "FOLDER", _folder, lambda v: isinstance(v, Path), lambda v: [str(v)])
+
+Size = Annotated[int, _SIZE]
+OptionalSize = Annotated[int | None, _OPTIONAL_SIZE]
+Folder = Annotated[Path, _FOLDER]
+
+
+class TopologySizes(NamedTuple):
+    """Sizes with every default filled in; `Topology(*sizes)` is the mesh they ask for."""
+
+    attn_dp: int
+    attn_tp: int
+    moe_ep: int
+
+    @property
+    def world(self) -> int:
+        return self.attn_dp * self.attn_tp
+
+
+@dataclasses.dataclass(frozen=True)
+class TopologyOptions:
+    """How the devices are split: attn_dp * attn_tp = moe_ep * moe_tp = devices. With none of --attn-dp,
+    --attn-tp and --devices: 8 devices as 4 x 2."""
+
+    attn_dp: Annotated[OptionalSize, arg(help_behavior_hint="(default: devices / attn_tp, or 1)")] = None
+    """Attention data parallel: replicas that hold different requests."""
+    attn_tp: Annotated[OptionalSize, arg(help_behavior_hint="(default: devices / attn_dp, or 1)")] = None
+    """Attention tensor parallel: ranks that share one replica's heads."""
+    moe_ep: Annotated[OptionalSize, arg(help_behavior_hint="(default: devices)")] = None
+    """Expert parallel: owners of disjoint experts."""
+    devices: Annotated[OptionalSize, arg(help_behavior_hint="(default: attn_dp * attn_tp)")] = None
+    """Devices in all."""
+
+    @property
+    def sizes(self) -> TopologySizes:
+        """The sizes asked for, defaults filled in.
+
+        Raises:
+            UserError: the sizes do not multiply to the device count.
+        """
+        attn_dp, attn_tp = self._attention_sizes()
+        world = attn_dp * attn_tp
+        if self.devices is not None and world != self.devices:
+            raise UserError(
+                f"--attn-dp {attn_dp} times --attn-tp {attn_tp} makes {world} devices, "
+                f"not --devices {self.devices}"
+            )
+        return TopologySizes(attn_dp, attn_tp, self.moe_ep or world)
+
+    def _attention_sizes(self) -> tuple[int, int]:
+        if self.attn_dp is None and self.attn_tp is None and self.devices is None:
+            return BARE_ATTN_DP, BARE_ATTN_TP
+        if self.devices is None:
+            return self.attn_dp or 1, self.attn_tp or 1
+        if self.attn_dp is None:
+            attn_tp = self.attn_tp or 1
+            return self._share("--attn-tp", attn_tp), attn_tp
+        return self.attn_dp, self.attn_tp or self._share("--attn-dp", self.attn_dp)
+
+    def _share(self, option: str, size: int) -> int:
+        """Devices for each of `size` ranks."""
+        assert self.devices is not None
+        if self.devices % size:
+            raise UserError(f"--devices {self.devices} is not a multiple of {option} {size}")
+        return self.devices // size
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions:
+    """What every subcommand takes."""
+
+    topology: OmitArgPrefixes[TopologyOptions] = dataclasses.field(
+        default_factory=TopologyOptions, kw_only=True
+    )
+    max_seq_len: Annotated[
+        OptionalSize, arg(help_behavior_hint="(default: the model's positions, at most 4096)")
+    ] = dataclasses.field(default=None, kw_only=True)
+    """Cache length: positions that each request can take."""
+
+    def check(self) -> None:
+        """Raises UserError for options that contradict each other."""
+        _ = self.topology.sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoOptions(RunOptions):
+    """Decode the packaged tiny model on CPU devices, and show what moves between them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyOptions(RunOptions):
+    """Decode a golden fixture and compare with its trace: exit 0 if equal, 1 if not."""
+
+    fixture: Annotated[Positional[Folder], arg(metavar="FIXTURE")]
+    """folder with config.json, model.safetensors and trace.safetensors"""
+    requests_per_replica: Annotated[
+        Annotated[tuple[int, ...] | None, _OPTIONAL_NUMBERS], arg(help_behavior_hint="(default: even)")
+    ] = None
+    """Requests that each attn_dp replica holds, such as 2,0,1,1."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def check(self) -> None:
+        super().check()
+        replicas = self.topology.sizes.attn_dp
+        if self.requests_per_replica is not None and len(self.requests_per_replica) != replicas:
+            given = ",".join(map(str, self.requests_per_replica))
+            raise UserError(
+                f"--requests-per-replica {given} must hold one count for each of {replicas} attn_dp replicas"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions(RunOptions):
+    """Continue prompts greedily, all in one batch; lengths may differ."""
+
+    checkpoint_dir: Annotated[Positional[Folder], arg(metavar="CHECKPOINT_DIR")]
+    """folder with config.json and the safetensors"""
+    prompt_ids: UseAppendAction[tuple[Annotated[tuple[int, ...], _NUMBERS], ...]] = ()
+    """Token ids of one prompt, such as 5,17,9; repeat the option for more prompts."""
+    max_new_tokens: Size = 8
+    """Tokens to generate for each prompt."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence id."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def check(self) -> None:
+        super().check()
+        if not self.prompt_ids:
+            raise UserError("generate needs at least one prompt, such as --prompt-ids 5,17,9")
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchOptions(RunOptions):
+    """Time decode steps after a warm-up."""
+
+    checkpoint_dir: Annotated[Positional[Folder], arg(metavar="CHECKPOINT_DIR")]
+    """folder with config.json and the safetensors"""
+    batch: Size = 8
+    """Requests decoded together."""
+    steps: Size = 24
+    """Decode steps to time."""
+    json: bool = False
+    """Print the result as JSON."""
