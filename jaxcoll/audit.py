@@ -22,7 +22,7 @@ NONE: Axes = frozenset()
 # What may touch a partial sum between its birth and its reduction: f(a) + f(b) == f(a + b) for each of these.
 LINEAR = frozenset(
     "add sub neg add_any reshape transpose slice squeeze expand_dims broadcast_in_dim tile reduce_sum concatenate "
-    "stack split unstack copy copy_p name stop_gradient optimization_barrier".split()
+    "stack split unstack copy name stop_gradient optimization_barrier".split()
 )
 CASTS = frozenset("pvary preduced reduced_vary_cast vary_unreduced_cast vary_reduced_cast".split())
 SUMS = frozenset(
@@ -74,6 +74,10 @@ def _open(jaxpr: Any) -> Any:
     return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
 
 
+def _op(eqn: Any) -> str:
+    return eqn.primitive.name.removesuffix("_p")  # before jax 0.12 the casts carry it
+
+
 def _varying(var: Any) -> Axes:
     kind = getattr(var.aval, "mat", None)
     return kind.varying if kind else NONE
@@ -86,7 +90,7 @@ def _partial(var: Any) -> Axes:
 
 def collective_axes(eqn: Any) -> Axes:
     """The mesh axes over which one equation communicates; empty for an equation that does not."""
-    if eqn.primitive.name not in COLLECTIVES:
+    if _op(eqn) not in COLLECTIVES:
         return NONE
     for key in ("axes", "axis_name", "axis"):
         if key in eqn.params:
@@ -105,7 +109,7 @@ def subjaxprs(eqn: Any) -> Iterator[Any]:
 
 def _collectives(jaxpr: Any) -> Iterator[Any]:
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in COLLECTIVES:
+        if _op(eqn) in COLLECTIVES:
             yield eqn
         for body in subjaxprs(eqn):
             yield from _collectives(body)
@@ -133,7 +137,7 @@ class _Walk:
 
     def where(self, eqn: Any) -> str:
         lines = (source_line(e) for e in (eqn, *reversed(self.around)))
-        return f"{eqn.primitive.name} at {next(filter(None, lines), 'an unknown line')}"
+        return f"{_op(eqn)} at {next(filter(None, lines), 'an unknown line')}"
 
     def body(self, jaxpr: Any, real_in: Sequence[Axes], *, in_mesh: bool = True) -> list[Axes]:
         real: dict[Any, Axes] = {v: _varying(v) | _partial(v) for v in jaxpr.constvars}
@@ -145,7 +149,7 @@ class _Walk:
         for eqn in jaxpr.eqns:
             real_out = self.equation(eqn, [read(v) for v in eqn.invars])
             for var, axes in zip(eqn.outvars, real_out, strict=True):
-                if in_mesh and eqn.primitive.name != "shard_map":
+                if in_mesh and _op(eqn) != "shard_map":
                     self.vanished(eqn, var, axes)
                 real[var] = axes
         return [read(v) for v in jaxpr.outvars]
@@ -157,7 +161,7 @@ class _Walk:
         return out
 
     def inside(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
-        name = eqn.primitive.name
+        name = _op(eqn)
         if name == "shard_map":
             return self.shard_map(eqn, real_in)
         if name == "cond":
@@ -176,9 +180,11 @@ class _Walk:
         return self.transfer(eqn, real_in)
 
     def transfer(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
-        name, axes = eqn.primitive.name, collective_axes(eqn)
+        name, axes = _op(eqn), collective_axes(eqn)
         joined = NONE.union(*real_in) if real_in else NONE
         if any(_is_ref(v) for v in (*eqn.invars, *eqn.outvars)):  # what was written there is not followed
+            if name in ("swap", "addupdate"):
+                self.vanished(eqn, eqn.invars[0], real_in[1])
             return [_varying(v) | _partial(v) for v in eqn.outvars]
         if name == "reduced_vary_cast":
             # The cotangent of a partial sum: equal everywhere, but each rank's belongs to its own addend, so the
@@ -199,7 +205,7 @@ class _Walk:
         lost = real - _varying(var) - _partial(var)
         if lost:
             way_out = "move the reduction before it, or keep the value SHARD"
-            if eqn.primitive.name == "sort":
+            if _op(eqn) == "sort":
                 way_out = "jax.numpy.argsort(x) mistypes positions, jax.numpy.lexsort((x,)) does not"
             raise StateError(
                 f"{self.where(eqn)}: its result differs over {_names(lost)} but is typed as a replica there; {way_out}"
@@ -210,7 +216,7 @@ class _Walk:
         touched = NONE.union(*partial) if partial else NONE
         if not touched:
             return
-        name = eqn.primitive.name
+        name = _op(eqn)
         axes = collective_axes(eqn)
         over_others = bool(axes) and name not in EXTREMES and not axes & touched
         completes = name in ("unreduced_psum", "unreduced_reduce_scatter") and axes <= touched
@@ -227,7 +233,7 @@ class _Walk:
             )
 
     def replica_summed(self, eqn: Any, real_in: list[Axes]) -> None:
-        name = eqn.primitive.name
+        name = _op(eqn)
         if eqn.params.get("axis_index_groups") is not None:
             raise StateError(f"{self.where(eqn)} uses axis_index_groups: such groups are no mesh axes")
         axes = collective_axes(eqn) if name in SUMS else NONE
@@ -247,7 +253,7 @@ class _Walk:
         (inner,) = subjaxprs(eqn)
         cut = [_varying(v) | _partial(v) for v in inner.invars]
         known = [_varying(v) | _partial(v) for v in eqn.invars]  # by an enclosing shard_map
-        outside, self.manual = self.manual, self.manual | frozenset(eqn.params["manual_axes"])
+        outside, self.manual = self.manual, self.manual | frozenset(eqn.params["newly_manual_axes"])
         self.body(inner, [real | c - k for real, c, k in zip(real_in, cut, known, strict=True)])
         self.manual = outside
         return [_varying(v) | _partial(v) for v in eqn.outvars]
@@ -255,9 +261,9 @@ class _Walk:
     def predicate(self, eqn: Any, varying: Axes, bodies: list[Any]) -> None:
         for inner in (e for body in bodies for e in _collectives(body)):
             over = collective_axes(inner)
-            if varying and inner.primitive.name in PERMUTES or varying & over:
+            if varying and _op(inner) in PERMUTES or varying & over:
                 raise StateError(
-                    f"{self.where(eqn)} communicates over {_names(over)} ({inner.primitive.name}) under a predicate "
+                    f"{self.where(eqn)} communicates over {_names(over)} ({_op(inner)}) under a predicate "
                     f"that differs over {_names(varying)}: ranks that disagree would wait for each other for ever; "
                     "reduce the predicate first and use uniform_cond"
                 )
@@ -311,7 +317,7 @@ def _is_call(eqn: Any, body: Any) -> bool:
         return [getattr(v.aval, "mat", None) for v in variables]
 
     same = types(body.invars) == types(eqn.invars) and types(body.outvars) == types(eqn.outvars)
-    return same and not _is_kernel(eqn.primitive.name)
+    return same and not _is_kernel(_op(eqn))
 
 
 def _is_ref(var: Any) -> bool:

@@ -143,7 +143,7 @@ def all_gather(x: jax.Array, group: str | Iterable[str], dim: int) -> jax.Array:
         return lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
     from jax._src.lax import parallel  # where it lives before jax 0.12
 
-    return getattr(parallel, "all_gather_invariant")(x, axes, axis=dim, tiled=True)
+    return parallel.all_gather_invariant(x, axes, axis=dim, tiled=True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def all_to_all(x: jax.Array, group: str | Iterable[str], split: int, concat: int) -> jax.Array:
