@@ -49,7 +49,7 @@ def nothing_seen(like: Array) -> Array:
 
 
 class Compressor(nnx.Module):
-    """One compressor of width d (a layer's) or dI (an indexer's). Every rank of attn_tp computes and keeps all of it."""
+    """One compressor of width d (a layer's) or dI (an indexer's); every rank of attn_tp computes and keeps it all."""
 
     def __init__(self, config: Config, ratio: int, width: int, dtype: Any):
         self.config, self.ratio, self.width = config, ratio, width

@@ -63,7 +63,7 @@ class HyperConnection(nnx.Module):
         self.scale = parameter((3,), jnp.float32, P(None))
 
     def read(self, streams: Array) -> tuple[Array, Mix]:
-        """[T, N, D] REPLICA over the group -> the sub-layer's input [T, D] in the same state, and the Mix for `write`."""
+        """Streams [T, N, D] -> the sub-layer's input [T, D] in the same state, and the Mix for `write`."""
         n, c = self.config.hc_mult, self.config
         mix = _mixes(streams, self.fn[...], c.rms_norm_eps)
         scale, base = self.scale[...], self.base[...]
