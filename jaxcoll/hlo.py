@@ -191,9 +191,7 @@ class _Module:
         self._locations: dict[int, tuple[int, int]] = {}
         self._frames: dict[int, tuple[int, int]] = {}
         if not text.lstrip().startswith("HloModule"):
-            raise ValueError(
-                f"not the HLO text of a compiled program, which starts with HloModule: {text[:40]!r}"
-            )
+            raise ValueError(f"not the HLO text of a compiled program, which starts with HloModule: {text[:40]!r}")
         self._read(text)
         counts = dict(re.findall(r"(num_partitions|replica_count)=(\d+)", text.lstrip().partition("\n")[0]))
         self.partitions = int(counts.get("num_partitions", 1))

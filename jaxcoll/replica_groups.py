@@ -99,12 +99,11 @@ def _named(
 
 
 def _axis_groups(axes: Axes) -> list[tuple[tuple[int, ...], np.ndarray]]:
-    """Every set of axes with members, smallest groups first, with each rank's lowest fellow."""
+    """Every set of axes with members, fewest axes first, with each rank's lowest fellow."""
     sizes = [size for _, size in axes]
     ranks = np.arange(math.prod(sizes)).reshape(sizes)
     wide = [i for i, size in enumerate(sizes) if size > 1]
     sets = [s for n in range(len(wide) + 1) for s in itertools.combinations(wide, n)]
-    sets.sort(key=lambda s: math.prod(sizes[i] for i in s))
     return [(s, np.broadcast_to(ranks.min(axis=s, keepdims=True), ranks.shape).reshape(-1)) for s in sets]
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, get_args
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh
 
 GpuTarget = Literal["h100", "h200", "b200"]
@@ -68,7 +69,7 @@ _SHARED_LIMITS = """
 
 
 def gpu_mesh(target: GpuTarget, hosts: int, gpus_per_host: int, axes: dict[str, int]) -> Mesh:
-    """A mesh of compile-only GPUs: programs lower and compile for it and cannot run.
+    """A mesh of compile-only GPUs: programs are lowered for it and compiled by `compile_only`, and cannot run.
 
     Args:
         target: "h100", "h200" or "b200".
@@ -120,6 +121,21 @@ def gpu_devices(target: GpuTarget, hosts: int, gpus_per_host: int) -> tuple[Any,
             f"({jax.__version__})"
         ) from error
     return tuple(sorted(found.devices, key=lambda d: d.id))
+
+
+def compile_only(lowered: jax.stages.Lowered, compiler_options: dict[str, Any] | None = None) -> jax.stages.Compiled:
+    """Compiles a program lowered for a `gpu_mesh`; use it instead of `lowered.compile()`.
+
+    jax's persistent cache would store the program, but without a GPU it cannot load it, and warns from then on.
+    """
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax asks only once whether the cache is on
+    try:
+        return lowered.compile(compiler_options)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def _target_config(gpu: GpuFacts) -> str:

@@ -42,7 +42,7 @@ class Topology:
 
     Raises:
         TopologyError: a size below 1, moe_ep that does not divide the world, factorisations without a common
-            refinement, or a device count other than the world's.
+            refinement, a device count other than the world's, or a device given twice.
     """
 
     attn_dp: int = 1
@@ -51,10 +51,10 @@ class Topology:
     devices: Sequence[Any] | None = dataclasses.field(default=None, compare=False, repr=False)
 
     def __post_init__(self):
-        if self.moe_ep is None:
-            object.__setattr__(self, "moe_ep", self.attn_dp * self.attn_tp)
         for name in ("attn_dp", "attn_tp", "moe_ep"):
             size = getattr(self, name)
+            if name == "moe_ep" and size is None:
+                object.__setattr__(self, "moe_ep", size := self.world)
             if not isinstance(size, int) or isinstance(size, bool) or size < 1:
                 raise TopologyError(f"{name} must be a whole number of at least 1, not {size!r}")
         if self.world % self._moe_ep:
@@ -70,6 +70,8 @@ class Topology:
             )
         if self.devices is not None and len(self.devices) != self.world:
             raise TopologyError(f"{len(self.devices)} devices given for a world of {self.world}")
+        if self.devices is not None and len(set(self.devices)) != self.world:
+            raise TopologyError(f"a device is given twice: {', '.join(map(str, self.devices))}")
 
     @property
     def _moe_ep(self) -> int:

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcoll.collectives import all_reduce, declare_partial
 from jaxcoll.hlo import Collective, Totals, collectives, summary, totals
-from jaxcoll.targets import gpu_devices
+from jaxcoll.targets import compile_only, gpu_devices
 from jaxcoll.topology import Topology
 
 ROWS, WIDTH = 12, 6  # of one rank; 12 x 6 float32 = 288 bytes
@@ -126,9 +126,7 @@ def test_both_branches_of_a_cond_are_found():
         def gather(x):
             return lax.all_gather(x[:3], "attn_dp", tiled=True)
 
-        return lax.cond(
-            lax.pmax(x.sum(), ("attn_dp", "attn_tp")) > 0, lambda x: lax.psum(x, "attn_dp"), gather, x
-        )
+        return lax.cond(lax.pmax(x.sum(), ("attn_dp", "attn_tp")) > 0, lambda x: lax.psum(x, "attn_dp"), gather, x)
 
     found = {(c.kind, c.group): c for c in collectives(compiled(topology, step), topology)}
     assert set(found) == {
@@ -233,7 +231,7 @@ def h200(attn_dp, attn_tp, function, *shapes):
         jax.ShapeDtypeStruct((n * topology.world, *rest), dtype, sharding=topology.sharding(spec))
         for (n, *rest), dtype in shapes
     ]
-    return jax.jit(step).lower(*arguments).compile(), topology
+    return compile_only(jax.jit(step).lower(*arguments)), topology
 
 
 def test_a_gpu_program_keeps_bf16_and_pairs_count_once():
@@ -263,9 +261,7 @@ def test_a_gpu_program_keeps_bf16_and_pairs_count_once():
 
 
 def test_a_gpu_program_drops_one_member_groups():
-    program, topology = h200(
-        8, 1, lambda x: (lax.psum(x, "attn_tp"), lax.psum(x, "attn_dp")), ((4, 16), jnp.float32)
-    )
+    program, topology = h200(8, 1, lambda x: (lax.psum(x, "attn_tp"), lax.psum(x, "attn_dp")), ((4, 16), jnp.float32))
     assert totals(collectives(program, topology)) == {("all_reduce", "attn_dp"): Totals(1, 256, 256, 448)}
 
 

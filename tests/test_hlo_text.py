@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jaxcoll.hlo import Collective, Totals, collectives, totals, wire_bytes
+from jaxcoll.hlo import Collective, Totals, collectives, summary, totals, wire_bytes
 from jaxcoll.topology import Topology
 
 
@@ -109,7 +109,8 @@ def test_a_permute_is_in_the_smallest_group_that_holds_its_pairs(pairs, name, si
     assert (c.group, c.group_size, *size_of(c)) == (name, size, 16, 16, wire)
 
 
-GROUPS = "channel_id=1, replica_groups={{0,2,4,6},{1,3,5,7}}, use_global_device_ids=true"
+GLOBAL = "use_global_device_ids=true"
+GROUPS = f"channel_id=1, replica_groups={{{{0,2,4,6}},{{1,3,5,7}}}}, {GLOBAL}"
 
 
 @pytest.mark.parametrize(
@@ -184,8 +185,7 @@ def test_collectives_of_a_called_computation_and_of_a_fusion_are_found():
   %s = ((f32[8,4]), f32[8,4], u32[]) call-start(%p), to_apply=%one
   %d = f32[8,4] call-done(%s)
   ROOT %f = f32[8,4] fusion(%d), kind=kCustom, calls=%two""",
-        before=inner("one", f"all-reduce(%q), {GROUPS}")
-        + inner("two", f"all-to-all(%q), {GROUPS}, dimensions={{0}}"),
+        before=inner("one", f"all-reduce(%q), {GROUPS}") + inner("two", f"all-to-all(%q), {GROUPS}, dimensions={{0}}"),
     )
     assert [(c.kind, c.is_async, c.computation) for c in found] == [
         ("all_reduce", True, "one"),
@@ -217,9 +217,7 @@ def test_a_decomposed_permute_is_its_send_and_host_transfers_are_none():
 
 
 def test_a_broadcast_and_an_instruction_without_percent_signs():
-    (c,) = of_snippet(
-        f"  p = f32[8,4]{{1,0}} parameter(0)\n  ROOT b = f32[8,4] collective-broadcast(p), {GROUPS}"
-    )
+    (c,) = of_snippet(f"  p = f32[8,4]{{1,0}} parameter(0)\n  ROOT b = f32[8,4] collective-broadcast(p), {GROUPS}")
     assert (c.kind, c.name, size_of(c)) == ("collective_broadcast", "b", (128, 128, 96))
 
 
@@ -286,24 +284,38 @@ def test_wire_bytes_of_the_formulas():
     assert wire_bytes("all_reduce", 1, 400, 400) == 0
 
 
+def test_totals_of_groups_of_unequal_sizes_and_summary_by_source():
+    def line(name, source, groups):
+        metadata = f'metadata={{op_name="jit(f)/{source}/psum"}}'
+        return f"  %{name} = f32[9] all-reduce(%p), replica_groups={groups}, channel_id=1, {GLOBAL}, {metadata}"
+
+    lines = [
+        line("a", "x", "{{0,2,1},{3,4,5},{6,7}}"),
+        line("b", "y", "{{0,4},{1,2},{3,5},{6,7}}"),
+        line("c", "x", "{{0,2,1},{3,4,5},{6,7}}"),
+    ]
+    found = of_snippet("  %p = f32[9] parameter(0)\n" + "\n".join(lines))
+    assert totals(found) == {("all_reduce", "irregular"): Totals(3, 108, 108, 2 * 72 * 2 / 3 + 36)}
+    assert [(r["source"], r["count"], r["operand_bytes"]) for r in summary(found)] == [
+        ("x/psum", 2, 72),
+        ("y/psum", 1, 36),
+    ]
+
+
 def test_wire_totals_do_not_depend_on_how_xla_merges():
     groups = "channel_id=1, replica_groups=[2,3]<=[6], use_global_device_ids=true"
-    line = f"  %r{{0}} = f32[{{1}}] all-reduce(%p{{0}}), {groups}"
-    parts = "\n".join(f"  %p{i} = f32[{i}] parameter({i})\n{line.format(i, i)}" for i in range(1, 8))
-    merged = "  %p = f32[28] parameter(0)\n" + line.format("", 28)
+    line = f"  %p{{0}} = f32[{{1}}] parameter({{0}})\n  %r{{0}} = f32[{{1}}] all-reduce(%p{{0}}), {groups}\n"
+    parts, merged = "".join(line.format(i, 10) for i in range(11)), line.format(0, 110)
     found = [
-        totals(of_snippet(body, Topology(2, 3), header="HloModule m, num_partitions=6"))
-        for body in (parts, merged)
+        totals(of_snippet(body, Topology(2, 3), header="HloModule m, num_partitions=6")) for body in (parts, merged)
     ]
     assert found[0]["all_reduce", "attn_tp"].wire_bytes == found[1]["all_reduce", "attn_tp"].wire_bytes
-    assert found[1]["all_reduce", "attn_tp"] == Totals(1, 112, 112, 2 * 112 * 2 / 3)
+    assert found[1]["all_reduce", "attn_tp"] == Totals(1, 440, 440, 2 * 440 * 2 / 3)
 
 
 def test_groups_beyond_the_programs_devices_are_refused():
     with pytest.raises(ValueError, match="groups name device 8, but the program has 8"):
-        of_snippet(
-            "  %p = f32[4] parameter(0)\n  %r = f32[4] all-to-all(%p), channel_id=1, replica_groups={{0,8}}"
-        )
+        of_snippet("  %p = f32[4] parameter(0)\n  %r = f32[4] all-to-all(%p), channel_id=1, replica_groups={{0,8}}")
 
 
 def test_unknown_groups_and_element_types_are_refused():

@@ -11,12 +11,12 @@ from jaxcoll.targets import TargetError, gpu_devices, gpu_mesh
 
 COMPILE = """
 import jax
-from jaxcoll.targets import gpu_mesh
-mesh = gpu_mesh("{}", 2, 3, {{"attn_dp": 2, "attn_tp": 3}})
+from jaxcoll.targets import compile_only, gpu_mesh
+mesh = gpu_mesh("b200", 2, 3, {"attn_dp": 2, "attn_tp": 3})
 rows, sums = jax.P(("attn_dp", "attn_tp")), jax.P("attn_dp")
 x = jax.ShapeDtypeStruct((12, 4), "bfloat16", sharding=jax.NamedSharding(mesh, rows))
 step = jax.shard_map(lambda x: jax.lax.psum(x, "attn_tp"), mesh=mesh, in_specs=rows, out_specs=sums)
-print(jax.jit(step).lower(x).compile().as_text())
+print(compile_only(jax.jit(step).lower(x)).as_text())
 """
 
 
@@ -25,12 +25,25 @@ def test_compiling_prints_nothing_of_its_own(platforms):
     env = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"}
     if platforms:
         env["JAX_PLATFORMS"] = platforms
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE.format("b200")], env=env, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("HloModule")
     assert "bf16[2,4]{1,0} all-reduce" in done.stdout
+
+
+def test_the_persistent_cache_keeps_no_program_that_it_could_not_load(tmp_path):
+    env = dict(os.environ) | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    local = "jax.jit(jax.numpy.sin).lower(2.0).compile()\n"
+    code = COMPILE.replace("print(", local + "print(") + local.replace("sin", "cos")
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    kept = {p.name.split("-")[0] for p in tmp_path.iterdir()}
+    assert {"jit_sin", "jit_cos"} <= kept
+    assert not any("lambda" in name for name in kept)
 
 
 @pytest.mark.parametrize("target, kind", [("h100", "H100 80GB"), ("h200", "H200"), ("b200", "B200")])
