@@ -24,7 +24,7 @@ LINEAR = frozenset(
     "add sub neg add_any reshape transpose slice squeeze expand_dims broadcast_in_dim tile reduce_sum concatenate "
     "stack split unstack copy name stop_gradient optimization_barrier".split()
 )
-CASTS = frozenset("pvary preduced reduced_vary_cast vary_unreduced_cast vary_reduced_cast".split())
+CASTS = frozenset("partial_to_shard pvary preduced reduced_vary_cast vary_unreduced_cast vary_reduced_cast".split())
 SUMS = frozenset(
     "psum psum_invariant unreduced_psum psum_invariant_start reduce_scatter unreduced_reduce_scatter "
     "reduce_scatter_start".split()
@@ -33,7 +33,7 @@ EXTREMES = frozenset("pmax pmin unreduced_pmax unreduced_pmin".split())
 GATHERS = frozenset(
     "all_gather all_gather_invariant all_gather_reduced all_gather_start all_gather_reduced_start".split()
 )
-BROADCASTS = frozenset("pbroadcast pbroadcast_dynamic".split())
+BROADCASTS = frozenset("pbroadcast pbroadcast_dynamic shard_to_replica".split())
 # XLA:CPU lets a permute wait for every device, also for those that it neither sends to nor hears from.
 PERMUTES = frozenset("ppermute ppermute_start psend precv".split())
 MOVES = frozenset("all_to_all ragged_all_to_all all_to_all_start".split()) | PERMUTES
@@ -65,9 +65,10 @@ def audit(traced: Any) -> None:
     Raises:
         StateError: with the source line of the first fault.
     """
-    lowered = getattr(traced, "lojax", traced)  # the bodies of jax's high-level primitives, written out
-    jaxpr = getattr(lowered, "jaxpr", lowered)
-    _Walk().body(_open(jaxpr), [NONE] * len(_open(jaxpr).invars), in_mesh=False)
+    # Jax's high-level primitives have types of their own in the one form and their bodies in the other.
+    forms = [_open(getattr(form, "jaxpr", form)) for form in (traced, getattr(traced, "lojax", traced))]
+    for jaxpr in forms[: 1 if forms[0] is forms[1] else 2]:
+        _Walk(may_hide=hasattr(traced, "lojax")).body(jaxpr, [NONE] * len(jaxpr.invars), in_mesh=False)
 
 
 def _open(jaxpr: Any) -> Any:
@@ -131,13 +132,15 @@ def _names(axes: Axes) -> str:
 class _Walk:
     """Follows `real`: for each value, the axes over which ranks may hold different numbers."""
 
-    def __init__(self):
+    def __init__(self, *, may_hide: bool):
+        self.may_hide = may_hide  # bodies of high-level primitives, because they are walked in another form
         self.around: list[Any] = []  # the enclosing equations: a cached inner body has no line of its own
         self.manual = NONE  # the axes of the enclosing shard_maps
 
     def where(self, eqn: Any) -> str:
         lines = (source_line(e) for e in (eqn, *reversed(self.around)))
-        return f"{_op(eqn)} at {next(filter(None, lines), 'an unknown line')}"
+        name = type(eqn.params["_prim"]).__name__ if _op(eqn) == "call_hi_primitive" else _op(eqn)
+        return f"{name} at {next(filter(None, lines), 'an unknown line')}"
 
     def body(self, jaxpr: Any, real_in: Sequence[Axes], *, in_mesh: bool = True) -> list[Axes]:
         real: dict[Any, Axes] = {v: _varying(v) | _partial(v) for v in jaxpr.constvars}
@@ -170,6 +173,10 @@ class _Walk:
             return self.while_loop(eqn, real_in)
         if name == "scan":
             return self.scan(eqn, real_in)
+        if name == "call_hi_primitive":
+            if not self.may_hide:
+                raise StateError(f"{self.where(eqn)} hides its body; audit the result of jax.jit(f).trace(...)")
+            return self.transfer(eqn, real_in)
         bodies = list(subjaxprs(eqn))
         if len(bodies) == 1 and _is_call(eqn, bodies[0]):
             return self.body(bodies[0], real_in)

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jaxcoll.states import State, as_group, require
@@ -112,11 +111,12 @@ def reduce_scatter(x: jax.Array, group: str | Iterable[str], dim: int) -> jax.Ar
     """
     axes = as_group(group)
     require(x, axes, State.PARTIAL, "reduce_scatter")
-    _require_divisible(x, axes, dim, "reduce_scatter")
+    dim = _require_divisible(x, axes, dim, "reduce_scatter")
     if not axes:
         return x
-    if x.size == 0:  # XLA lowers no reduce-scatter of nothing, and nothing has to be sent
-        return _empty_like(x, axes, dim, 1 / _group_size(axes), varying=True)
+    if x.size == 0:
+        size = x.shape[dim] // _group_size(axes)
+        return lax.pcast(_sum_of_nothing(x, axes, dim, size), axes, to="varying")
     return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
 
@@ -132,13 +132,15 @@ def all_gather(x: jax.Array, group: str | Iterable[str], dim: int) -> jax.Array:
 
     Raises:
         StateError: `x` is not SHARD over every axis of `group`.
+        ValueError: `x` has no such dimension.
     """
     axes = as_group(group)
     require(x, axes, State.SHARD, "all_gather")
+    dim = _dimension(x, dim, "all_gather")
     if not axes:
         return x
-    if x.size == 0:  # XLA lowers no all-gather of nothing, and nothing has to be sent
-        return _empty_like(x, axes, dim, _group_size(axes), varying=False)
+    if x.size == 0:
+        return _sum_of_nothing(x, axes, dim, x.shape[dim] * _group_size(axes))
     if _ALL_GATHER_RETYPES:
         return lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
     from jax._src.lax import parallel  # where it lives before jax 0.12
@@ -163,7 +165,8 @@ def all_to_all(x: jax.Array, group: str | Iterable[str], split: int, concat: int
     """
     axes = as_group(group)
     require(x, axes, State.SHARD, "all_to_all")
-    _require_divisible(x, axes, split, "all_to_all")
+    split = _require_divisible(x, axes, split, "all_to_all")
+    concat = _dimension(x, concat, "all_to_all")
     return lax.all_to_all(x, axes, split_axis=split, concat_axis=concat, tiled=True) if axes else x
 
 
@@ -183,7 +186,7 @@ def take_shard(x: jax.Array, group: str | Iterable[str], dim: int) -> jax.Array:
     """
     axes = as_group(group)
     require(x, axes, State.REPLICA, "take_shard")
-    _require_divisible(x, axes, dim, "take_shard")
+    dim = _require_divisible(x, axes, dim, "take_shard")
     if not axes:
         return x
     size = x.shape[dim] // _group_size(axes)
@@ -214,24 +217,27 @@ def _group_size(axes: tuple[str, ...]) -> int:
     return lax.axis_size(axes)
 
 
-def _require_divisible(x: jax.Array, axes: tuple[str, ...], dim: int, verb: str) -> None:
-    size = _group_size(axes) if axes else 1
+def _dimension(x: jax.Array, dim: int, verb: str) -> int:
+    """`dim` counted from the front."""
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"{verb} is asked for dimension {dim} of a value of shape {x.shape}")
+    return dim % x.ndim
+
+
+def _require_divisible(x: jax.Array, axes: tuple[str, ...], dim: int, verb: str) -> int:
+    dim, size = _dimension(x, dim, verb), _group_size(axes) if axes else 1
     if x.shape[dim] % size:
         raise ValueError(
             f"{verb} over ({', '.join(axes)}) cuts dimension {dim} into {size} equal chunks, "
             f"which its size {x.shape[dim]} does not allow"
         )
+    return dim
 
 
-def _empty_like(x: jax.Array, axes: tuple[str, ...], dim: int, factor: float, *, varying: bool) -> jax.Array:
-    """An empty array in the shape and type that the collective over `axes` would have given."""
-    shape = list(x.shape)
-    shape[dim] = round(shape[dim] * factor)
-    kind = jax.typeof(x).mat
-    empty = jnp.zeros(shape, x.dtype)
-    rest = tuple(sorted((kind.varying - set(axes)) | (set(axes) if varying else set())))
-    empty = lax.pcast(empty, rest, to="varying") if rest else empty
-    partial = tuple(sorted(kind.unreduced - set(axes)))
-    if not partial:
-        return empty
-    return lax.pcast(lax.pcast(empty, partial, to="varying"), partial, to="unreduced")
+def _sum_of_nothing(x: jax.Array, axes: tuple[str, ...], dim: int, size: int) -> jax.Array:
+    """An empty replica with `size` in place of dimension `dim`.
+
+    XLA lowers no gather or scatter of an empty array. It does lower a sum, and then drops it: this only retypes.
+    """
+    shape = (*x.shape[:dim], size, *x.shape[dim + 1 :])
+    return lax.psum(x, axes).astype(x.dtype).reshape(shape)

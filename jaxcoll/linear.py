@@ -28,7 +28,8 @@ def parameter(shape: tuple[int, ...], dtype: Any, spec: P, rngs: nnx.Rngs | None
         shape: global shape.
         dtype: the type in memory.
         spec: mesh axes per dimension.
-        rngs: draws unit-variance weights, global and on one device; None leaves a `jax.ShapeDtypeStruct`.
+        rngs: draws normal weights of variance 1/shape[-1], global and on one device; None leaves a
+            `jax.ShapeDtypeStruct`.
     """
     if rngs is None:
         return nnx.Param(jax.ShapeDtypeStruct(shape, dtype), spec=spec)
@@ -56,9 +57,7 @@ def _local_size(size: int, name: str, topology: Topology, group: tuple[str, ...]
 class ReplicatedLinear(nnx.Module):
     """A linear layer that every rank holds whole; the state of its input is kept."""
 
-    def __init__(
-        self, in_features: int, out_features: int, *, dtype: Any = jnp.float32, rngs: nnx.Rngs | None = None
-    ):
+    def __init__(self, in_features: int, out_features: int, *, dtype: Any = jnp.float32, rngs: nnx.Rngs | None = None):
         self.weight = parameter((out_features, in_features), dtype, P(None, None), rngs)
 
     def __call__(self, x: Array) -> Array:

@@ -48,8 +48,15 @@ _FITTING_VERB = {
 
 
 def as_group(group: str | Iterable[str]) -> Group:
-    """A group as the tuple of its mesh axes; a single axis may be given by its name."""
-    return (group,) if isinstance(group, str) else tuple(group)
+    """A group as the tuple of its mesh axes; a single axis may be given by its name.
+
+    Raises:
+        ValueError: an axis is named twice.
+    """
+    axes = (group,) if isinstance(group, str) else tuple(group)
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"the group ({', '.join(axes)}) names an axis twice")
+    return axes
 
 
 def states(x: jax.Array, group: str | Iterable[str]) -> dict[str, State]:

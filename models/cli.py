@@ -117,16 +117,21 @@ def _sentence(report: str) -> str:
 
 def _run(command: str, options: RunOptions) -> int:
     """Imports the subcommand's module, and jax with it; what the lower layers refuse becomes a UserError."""
-    work = importlib.import_module(f"models.deepseek_v4.{command}")
+    try:
+        work = importlib.import_module(f"models.deepseek_v4.{command}")
+    except ValueError as error:  # jax reads its environment variables when it is imported
+        raise UserError(f"jax cannot start: {error}") from error
+    from jaxcoll.plan import PlanError
+    from jaxcoll.settings import SettingsError
     from jaxcoll.states import StateError
     from jaxcoll.topology import TopologyError
 
     try:
         return work.run(options)
-    except (StateError, TopologyError) as error:
+    except (PlanError, SettingsError, StateError, TopologyError) as error:
         raise UserError(str(error)) from error
     except RuntimeError as error:
-        if str(error).startswith("Unable to initialize backend"):
+        if str(error).startswith(("Unable to initialize backend", "RESOURCE_EXHAUSTED")):
             raise UserError(str(error)) from error
         raise
 

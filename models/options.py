@@ -6,12 +6,15 @@ Only the options themselves are judged here; what needs a checkpoint or a mesh i
 import dataclasses
 import re
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from models.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxcoll.settings import Settings
 
 LARGEST = 2**31 - 1
 BARE_ATTN_DP, BARE_ATTN_TP = 4, 2
@@ -142,6 +145,29 @@ class RunOptions:
 
 
 @dataclasses.dataclass(frozen=True)
+class PathOptions:
+    """How token rows reach the experts and come back. `auto` follows the rules and says why; a named way runs, or is
+    refused because it is impossible."""
+
+    gather: Literal["auto", "gather_v", "sum_len", "max_len"] | None = None
+    """Rows to the experts."""
+    combine: Literal["auto", "all_reduce", "reduce_scatter_v", "reduce_scatter"] | None = None
+    """Experts' partial sums to own rows."""
+    head: Literal["attn_tp", "world"] | None = None
+    """Group over which the vocabulary is cut."""
+
+    def settings(self) -> "Settings":
+        """The settings of these options over those of the environment; imports jaxcoll, and jax with it.
+
+        Raises:
+            SettingsError: an environment variable has a value that does not exist.
+        """
+        from jaxcoll.settings import Settings
+
+        return Settings.from_environment(gather=self.gather, combine=self.combine, head=self.head)
+
+
+@dataclasses.dataclass(frozen=True)
 class DemoOptions(RunOptions):
     """Decode the packaged tiny model on CPU devices, and show what moves between them."""
 
@@ -152,6 +178,7 @@ class VerifyOptions(RunOptions):
 
     fixture: Annotated[Positional[Folder], arg(metavar="FIXTURE")]
     """folder with config.json, model.safetensors and trace.safetensors"""
+    paths: OmitArgPrefixes[PathOptions] = dataclasses.field(default_factory=PathOptions, kw_only=True)
     requests_per_replica: Annotated[
         Annotated[tuple[int, ...] | None, _OPTIONAL_NUMBERS], arg(help_behavior_hint="(default: even)")
     ] = None
@@ -175,6 +202,7 @@ class GenerateOptions(RunOptions):
 
     checkpoint_dir: Annotated[Positional[Folder], arg(metavar="CHECKPOINT_DIR")]
     """folder with config.json and the safetensors"""
+    paths: OmitArgPrefixes[PathOptions] = dataclasses.field(default_factory=PathOptions, kw_only=True)
     prompt_ids: UseAppendAction[tuple[Annotated[tuple[int, ...], _NUMBERS], ...]] = ()
     """Token ids of one prompt, such as 5,17,9; repeat the option for more prompts."""
     max_new_tokens: Size = 8
@@ -196,6 +224,7 @@ class BenchOptions(RunOptions):
 
     checkpoint_dir: Annotated[Positional[Folder], arg(metavar="CHECKPOINT_DIR")]
     """folder with config.json and the safetensors"""
+    paths: OmitArgPrefixes[PathOptions] = dataclasses.field(default_factory=PathOptions, kw_only=True)
     batch: Size = 8
     """Requests decoded together."""
     steps: Size = 24

@@ -99,9 +99,7 @@ class Attention(nnx.Module):
         q = rotate(rms(q, c.rms_norm_eps), turn)
         kv = rotate(self.kv_norm(self.wkv(x)), turn)
         slot_in_ring = rows.positions % c.sliding_window
-        cache = dataclasses.replace(
-            cache, window=write_entries(cache.window, rows, slot_in_ring, kv, rows.active)
-        )
+        cache = dataclasses.replace(cache, window=write_entries(cache.window, rows, slot_in_ring, kv, rows.active))
         keys, valid = self._window(rows, cache)
         if self.kind != "window":
             entries, chosen, cache = self._entries(x, qr, rows, turn, cache)

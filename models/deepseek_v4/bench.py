@@ -31,16 +31,18 @@ def run(options: BenchOptions) -> int:
             topology,
             slots=slots_for(homes),
             max_seq_len=length,
+            settings=options.paths.settings(),
             config=config,
             progress=working.advance,
         )
-        working.stage("compiling the step and decoding")
+        working.stage("compiling the step")
         tokens, times = [i % config.vocab_size for i in range(options.batch)], []
         for position in range(total):
             start = time.perf_counter()
             rows = [Row(token, position, *home) for token, home in zip(tokens, homes, strict=True)]
             tokens = decoder.next_tokens(rows)  # waits for the step: the ids are on the host afterwards
             times.append(time.perf_counter() - start)
+            working.decoded(position + 1, total)
     seconds = statistics.median(times[WARM_UP:])
     result = {
         "ms_per_step": round(seconds * 1e3, 4),

@@ -53,9 +53,7 @@ def _abstract(shape: tuple[int, ...], dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _compressor(
-    config: Config, ratio: int, width: int, slots: int, max_seq_len: int, dtype: Any
-) -> CompressorCache:
+def _compressor(config: Config, ratio: int, width: int, slots: int, max_seq_len: int, dtype: Any) -> CompressorCache:
     parts = 3 if ratio == CSA_RATIO else 1
     # XLA gathers nothing from an empty array, so a cache shorter than one window keeps one entry that nobody sees.
     entries = max(max_seq_len // ratio, 1)

@@ -282,9 +282,7 @@ def load_parameters(
                 arrays += jax.block_until_ready([jax.device_put(value, place) for place in places])
                 del value
                 advance(checkpoint.read_bytes, total)
-            return jax.make_array_from_single_device_arrays(
-                spec.shape, spec.sharding, arrays, dtype=spec.dtype
-            )
+            return jax.make_array_from_single_device_arrays(spec.shape, spec.sharding, arrays, dtype=spec.dtype)
 
         parameters = {name: load(name) for name in specs}
     used = len(checkpoint.tensors) - len(ignored)

@@ -99,9 +99,7 @@ class Compressor(nnx.Module):
     def _entry(self, seen: Array, first_position: Array, dtype: Any) -> Array:
         """The entry of a window that closes now: normalised and rotated at the window's first position; [T, w]."""
         entry = self.norm(seen[:, TOTAL] / seen[:, MASS])
-        return rotate(entry, rotation(first_position, frequencies(self.config, compressed=True))).astype(
-            dtype
-        )
+        return rotate(entry, rotation(first_position, frequencies(self.config, compressed=True))).astype(dtype)
 
 
 def visible(rows: Rows, entries: int, ratio: int) -> Array:

@@ -196,9 +196,7 @@ def read_json_object(path: str | os.PathLike[str], error: type[UserError]) -> di
     except OSError as reason:
         raise error(f"{path} cannot be read: {reason.strerror}") from None
     except json.JSONDecodeError as reason:
-        raise error(
-            f"{path} is not valid JSON: {reason.msg} at line {reason.lineno} column {reason.colno}"
-        ) from None
+        raise error(f"{path} is not valid JSON: {reason.msg} at line {reason.lineno} column {reason.colno}") from None
     # Not UTF-8, an integer of thousands of digits, nesting without end.
     except (ValueError, RecursionError) as reason:
         raise error(f"{path} is not valid JSON: {reason}") from None
@@ -345,9 +343,7 @@ def _ignored(layers: int, nextn: int, ratios: tuple[int, ...]) -> tuple[str, ...
         return ()
     sentences = [f"num_nextn_predict_layers is {nextn}: next-token-prediction layers are not run"]
     if extra := ratios[layers:]:
-        sentences.append(
-            f"compress_ratios[{layers}:] = {_shown(list(extra))} belong to next-token-prediction layers"
-        )
+        sentences.append(f"compress_ratios[{layers}:] = {_shown(list(extra))} belong to next-token-prediction layers")
     return tuple(sentences)
 
 

@@ -14,6 +14,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxcoll.linear import partition_specs
+from jaxcoll.plan import LayerPlan, plan_layer
+from jaxcoll.settings import Settings
 from jaxcoll.step import Step, compile_step
 from jaxcoll.topology import Topology
 from models.deepseek_v4 import params
@@ -38,11 +40,6 @@ class Row:
     slot: int
 
 
-def bucket(count: int) -> int:
-    """The rows that a step for `count` rows is compiled for: the next power of two, at least 1."""
-    return 1 << max(count - 1, 0).bit_length()
-
-
 class Decoder:
     """Decodes batches of rows on a mesh.
 
@@ -52,9 +49,11 @@ class Decoder:
         slots: requests that each replica can hold at a time.
         max_seq_len: positions that each slot can hold.
         results: which of the model's outputs a step returns.
+        settings: choices of the paths; None reads the environment.
 
     Raises:
         TopologyError: the topology does not divide the model, or there are not enough devices.
+        SettingsError: an environment variable has a value that does not exist.
     """
 
     def __init__(
@@ -66,14 +65,18 @@ class Decoder:
         slots: int,
         max_seq_len: int,
         results: Sequence[str] = RESULTS,
+        settings: Settings | None = None,
         model: DeepSeekV4 | None = None,
     ):
         self.config, self.topology, self.parameters = config, topology, parameters
         self.slots, self.max_seq_len, self.results = slots, max_seq_len, tuple(results)
-        self.model = model or DeepSeekV4(config, topology)
-        self.steps: dict[int, Step] = {}
+        self.settings = settings or Settings.from_environment()
+        self.model = model or DeepSeekV4(config, topology, self.settings)
+        self.steps: dict[tuple, Step] = {}
+        self.plans: list[LayerPlan] = []  # one for each compiled program
+        self._planned: dict[tuple, LayerPlan] = {}
         self.caches = self._empty_caches()
-        self.input_sharding = topology.sharding(P(topology.group("attn_dp"), None, None))
+        self.input_shardings = tuple(map(topology.sharding, (P(topology.group("attn_dp"), None, None), P(None))))
 
     @classmethod
     def load(
@@ -84,64 +87,85 @@ class Decoder:
         slots: int,
         max_seq_len: int,
         results: Sequence[str] = RESULTS,
+        settings: Settings | None = None,
         config: Config | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> tuple[Decoder, LoadReport]:
         """Reads a published checkpoint folder onto the mesh; see `params.load` for what is refused."""
         config = config or Config.from_folder(folder)
-        model = DeepSeekV4(config, topology)
+        settings = settings or Settings.from_environment()
+        model = DeepSeekV4(config, topology, settings)
         parameters, report = params.load(folder, model, progress)
-        decoder = cls(
-            config, topology, parameters, slots=slots, max_seq_len=max_seq_len, results=results, model=model
-        )
-        return decoder, report
+        kept = {"slots": slots, "max_seq_len": max_seq_len, "results": results}
+        return cls(config, topology, parameters, settings=settings, model=model, **kept), report
 
     @property
     def compiles(self) -> int:
-        """Programs compiled so far: one per bucket, whatever the positions, counts and routing were."""
+        """Programs compiled so far: one per (paths, bucket), whatever the positions, counts and routing were."""
         return len(self.steps)
 
-    def step(self, rows: Sequence[Row], at_least: int = 1) -> dict[str, Any]:
+    def step(self, rows: Sequence[Row], room: Sequence[int] | None = None) -> dict[str, Any]:
         """Decodes one token for each row; rows of a replica may come in any order, replicas may have none.
 
         Args:
-            rows: at most one per (replica, slot).
-            at_least: rows per replica to run a program for, so that a shrinking batch keeps its program.
+            rows: at least one, and at most one per (replica, slot).
+            room: rows per replica to plan for, at least what the step has; a shrinking batch keeps its program by
+                keeping its room.
 
         Returns:
-            The chosen results as global arrays [attn_dp * bucket, ...]; `places` says where each row's are. They are
-            ready when JAX says so.
+            The chosen results as global arrays [attn_dp * M, ...]; `places` says where each row's are. They are ready
+            when JAX says so.
 
         Raises:
-            UserError: a token, position, slot or replica that does not exist, or a slot named twice.
+            UserError: a token, position, slot or replica that does not exist, a slot named twice, or no row at all.
+            PlanError: a named path is impossible for these rows.
         """
-        batch, places = self._pack(rows, at_least)
-        size = batch.shape[1]
-        if size not in self.steps:
-            self.steps[size] = self._compile(size)
-        self.caches, seen = self.steps[size](
-            self.parameters, self.caches, jax.device_put(batch, self.input_sharding)
-        )
+        counts = self._counts(rows)
+        plan = self._plan(tuple(counts), None if room is None else tuple(room))
+        batch, places = self._pack(rows, plan.rows.rows)
+        inputs = jax.device_put((batch, np.array(counts, np.int32)), self.input_shardings)
+        self.caches, seen = self.steps[plan.program](self.parameters, self.caches, *inputs)
         return {**seen, "places": places}
 
-    def next_tokens(self, rows: Sequence[Row], at_least: int = 1) -> list[int]:
+    def next_tokens(self, rows: Sequence[Row], room: Sequence[int] | None = None) -> list[int]:
         """Decodes one token for each row and returns the greedy continuations, in the order of `rows`."""
-        out = self.step(rows, at_least)
+        out = self.step(rows, room)
         return np.asarray(out["next_token"])[out["places"]].tolist()
 
-    def _pack(self, rows: Sequence[Row], at_least: int) -> tuple[np.ndarray, np.ndarray]:
-        """The step's input [attn_dp, bucket, 4] and the flat index of each row in its outputs."""
-        counts = [0] * self.topology.attn_dp
-        places, seen = np.zeros(len(rows), np.int64), set()
-        for i, row in enumerate(rows):
+    def _plan(self, counts: tuple[int, ...], room: tuple[int, ...] | None) -> LayerPlan:
+        """The step's plan, with its program compiled."""
+        if (counts, room) in self._planned:
+            return self._planned[counts, room]
+        plan = self._planned[counts, room] = plan_layer(
+            self.topology,
+            counts,
+            self.settings,
+            shared_width=self.config.moe_intermediate_size,
+            room=room,
+        )
+        if plan.program not in self.steps:
+            self.steps[plan.program] = self._compile(plan)
+            self.plans.append(plan)
+        return plan
+
+    def _counts(self, rows: Sequence[Row]) -> list[int]:
+        if not rows:
+            raise UserError("a step needs at least one row; when every replica is idle nobody runs")
+        counts, seen = [0] * self.topology.attn_dp, set()
+        for row in rows:
             self._check(row, seen)
-            places[i] = counts[row.replica]
             counts[row.replica] += 1
-        size = bucket(max(*counts, at_least))
-        batch = np.zeros((self.topology.attn_dp, size, 4), np.int32)
-        for row, place in zip(rows, places, strict=True):
-            batch[row.replica, place] = row.token, row.position, row.slot, 1
-        return batch, places + np.array([row.replica for row in rows], np.int64) * size
+        return counts
+
+    def _pack(self, rows: Sequence[Row], size: int) -> tuple[np.ndarray, np.ndarray]:
+        """The step's input [attn_dp, size, 3] and the flat index of each row in its outputs."""
+        batch = np.zeros((self.topology.attn_dp, size, 3), np.int32)
+        filled, places = [0] * self.topology.attn_dp, np.zeros(len(rows), np.int64)
+        for i, row in enumerate(rows):
+            batch[row.replica, filled[row.replica]] = row.token, row.position, row.slot
+            places[i] = row.replica * size + filled[row.replica]
+            filled[row.replica] += 1
+        return batch, places
 
     def _check(self, row: Row, seen: set[tuple[int, int]]) -> None:
         for name, value, limit, what in (
@@ -151,32 +175,32 @@ class Decoder:
             ("slot", row.slot, self.slots, "the replica's slots"),
         ):
             if not 0 <= value < limit:
-                raise UserError(
-                    f"{name} {value} is out of range: it must be from 0 to {limit - 1} ({what}={limit})"
-                )
+                raise UserError(f"{name} {value} is out of range: it must be from 0 to {limit - 1} ({what}={limit})")
         if (row.replica, row.slot) in seen:
             raise UserError(f"slot {row.slot} of replica {row.replica} is named by two rows of one step")
         seen.add((row.replica, row.slot))
 
-    def _compile(self, size: int) -> Step:
+    def _compile(self, plan: LayerPlan) -> Step:
         graph, state = nnx.split(self.model)
         results = self.results
 
-        def step(parameters: dict, caches: Any, batch: jax.Array) -> tuple[Any, dict]:
+        def step(parameters: dict, caches: Any, batch: jax.Array, counts: jax.Array) -> tuple[Any, dict]:
             loaded = jax.tree.map(lambda leaf: leaf, state)
             nnx.replace_by_pure_dict(loaded, parameters)
-            caches, seen = nnx.merge(graph, loaded)(batch[0], caches)
+            caches, seen = nnx.merge(graph, loaded)(batch[0], counts, caches, plan)
             return caches, {name: seen[name] for name in results}
 
         by_replica = P(self.topology.group("attn_dp"))
-        shape = (self.topology.attn_dp, size, 4)
+        replicas, size = self.topology.attn_dp, plan.rows.rows
+        batch = jax.ShapeDtypeStruct((replicas, size, 3), jnp.int32)
+        counts = jax.ShapeDtypeStruct((replicas,), jnp.int32)
         precision = "highest" if self.config.torch_dtype == "float32" else None
         with jax.default_matmul_precision(precision):
             return compile_step(
                 step,
                 self.topology,
-                (self.parameters, self.caches, jax.ShapeDtypeStruct(shape, jnp.int32)),
-                in_specs=(partition_specs(self.model), by_replica, by_replica),
+                (self.parameters, self.caches, batch, counts),
+                in_specs=(partition_specs(self.model), by_replica, by_replica, P()),
                 out_specs=(by_replica, by_replica),
                 donate_argnums=(1,),
             )
@@ -184,9 +208,7 @@ class Decoder:
     def _empty_caches(self) -> Any:
         shapes = cache_shapes(self.config, self.slots * self.topology.attn_dp, self.max_seq_len)
         sharding = self.topology.sharding(P(self.topology.group("attn_dp")))
-        make = jax.jit(
-            lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), out_shardings=sharding
-        )
+        make = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes), out_shardings=sharding)
         return make()
 
 

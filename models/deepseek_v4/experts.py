@@ -75,9 +75,7 @@ class Experts(nnx.Module):
         chosen = routing.ids[:, :, None] == jnp.arange(local)
         weight = jnp.sum(jnp.where(chosen, routing.weights[:, :, None], 0), axis=1)  # [G, local]
         rows = jnp.broadcast_to(x, (local, *x.shape))
-        hidden = gated(
-            _per_expert(self.w1[...], rows), _per_expert(self.w3[...], rows), limit
-        )  # [local, F, G]
+        hidden = gated(_per_expert(self.w1[...], rows), _per_expert(self.w3[...], rows), limit)  # [local, F, G]
         weight = weight.T[:, None, :]
         hidden = jnp.where(weight > 0, hidden * weight, 0).astype(x.dtype)
         out = lax.dot_general(self.w2[...], hidden, (((2,), (1,)), ((0,), (0,))))  # [local, D, G]
@@ -92,12 +90,12 @@ class Experts(nnx.Module):
         expert = jnp.where(mine, merged.ids, local).reshape(-1)
         # After the merge a row has at most min(K, local) choices here, so the sorted prefix holds all of them.
         bound = g * min(k, local)
-        order = jnp.argsort(expert, stable=True)
+        order = jnp.lexsort((expert,))  # stable; argsort's positions would be typed as equal on all ranks
         sizes = jnp.sum(expert[:, None] == jnp.arange(local), axis=0, dtype=jnp.int32)
         rows = x[order[:bound] // k]
         up = _ragged(rows, self.w1[...], sizes), _ragged(rows, self.w3[...], sizes)
         out = _ragged(gated(*up, self.config.swiglu_limit).astype(x.dtype), self.w2[...], sizes)
-        place = jnp.argsort(order).reshape(g, k)  # where each (row, choice) went
+        place = jnp.lexsort((order,)).reshape(g, k)  # where each (row, choice) went
         back = out.at[place].get(mode="clip", wrap_negative_indices=False).astype(jnp.float32)
         # `where`, not a product: rows past the groups' end may hold anything.
         weighted = jnp.where(mine[:, :, None], back * merged.weights[:, :, None], 0)
@@ -117,17 +115,16 @@ def _ragged(rows: Array, w: Array, sizes: Array) -> Array:
     return lax.ragged_dot_general(rows, w, sizes, numbers)
 
 
-class SharedExpert(nnx.Module):
-    """The expert that every row visits: width cut over the world, or whole on every rank where that does not divide.
+class SharedExpertMLP(nnx.Module):
+    """The expert that every row visits: width cut over the world, or whole on every rank.
 
     Source: communication semantics, section 8 ("TP-sharded over the global TP group", "TP1").
     """
 
-    def __init__(self, config: Config, topology: Topology, dtype: Any):
+    def __init__(self, config: Config, topology: Topology, dtype: Any, *, cut: bool):
         d, f = config.hidden_size, config.moe_intermediate_size
         self.limit = config.swiglu_limit
-        self.cut = f % topology.world == 0
-        group = topology.group("world") if self.cut else None
+        group = topology.group("world") if cut else None
         self.w1 = parameter((f, d), dtype, P(group, None))
         self.w3 = parameter((f, d), dtype, P(group, None))
         self.w2 = parameter((d, f), dtype, P(None, group))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jaxcoll.topology import Topology
 from models.deepseek_v4 import report
 from models.deepseek_v4.config import Config
-from models.deepseek_v4.decoder import Decoder, Row, bucket
+from models.deepseek_v4.decoder import Decoder, Row
 from models.deepseek_v4.requests import Home, cache_length, slots_for, spread
 from models.errors import UserError
 from models.options import GenerateOptions
@@ -31,12 +31,13 @@ def run(options: GenerateOptions) -> int:
             topology,
             slots=slots_for(homes),
             max_seq_len=length,
+            settings=options.paths.settings(),
             config=config,
             progress=working.advance,
         )
-        working.stage("compiling the step and decoding")
+        working.stage("compiling the step")
         stop = () if options.ignore_eos else _stop_ids(config)
-        generated = generate(decoder, options.prompt_ids, homes, options.max_new_tokens, stop)
+        generated = generate(decoder, options.prompt_ids, homes, options.max_new_tokens, stop, working)
     for note in report.ignored_notes(config, loaded.ignored):
         print(f"jaxcoll: {note}", file=sys.stderr)
     if options.json:
@@ -53,6 +54,7 @@ def generate(
     homes: Sequence[Home],
     max_new_tokens: int,
     stop: Sequence[int] = (),
+    working: Working | None = None,
 ) -> list[list[int]]:
     """Feeds each prompt token by token and then its own greedy continuation, every request at its own position.
 
@@ -62,17 +64,22 @@ def generate(
         homes: replica and slot of each prompt.
         max_new_tokens: per prompt.
         stop: ids that end a request; they are part of its output.
+        working: told how far it is.
 
     Returns:
         New ids per prompt, in prompt order.
     """
     new: list[list[int]] = [[] for _ in prompts]
     fed = [0] * len(prompts)
+    steps, most = 0, max(map(len, prompts)) + max_new_tokens - 1
     going = list(range(len(prompts)))
-    size = bucket(max((sum(h[0] == r for h in homes) for r in range(decoder.topology.attn_dp)), default=1))
+    room = [sum(home[0] == r for home in homes) for r in range(decoder.topology.attn_dp)]
     while going:
         text = {i: (prompts[i][fed[i]] if fed[i] < len(prompts[i]) else new[i][-1]) for i in going}
-        following = decoder.next_tokens([Row(text[i], fed[i], *homes[i]) for i in going], at_least=size)
+        following = decoder.next_tokens([Row(text[i], fed[i], *homes[i]) for i in going], room)
+        steps += 1
+        if working:
+            working.decoded(steps, most)
         for i, token in zip(going, following, strict=True):
             fed[i] += 1
             if fed[i] >= len(prompts[i]):

@@ -1,7 +1,8 @@
 """One DeepSeek-V4 decode layer: follow a token from its streams through attention and experts and back.
 
 States are written at every line as (attn_dp, attn_tp): R replica, S shard or other requests' rows, P partial sum.
-The path is row A1 of communication semantics, section 4.1: gather equal padded slots, all_reduce, local slice.
+How rows reach the experts and come home is the plan's choice (communication semantics, sections 3 and 4); the states
+before and after are the same whatever it chose.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxcoll.collectives import all_gather, all_reduce, take_shard
+from jaxcoll.collectives import all_reduce
+from jaxcoll.plan import SharedExpert
 from jaxcoll.topology import Topology
 from models.deepseek_v4.attention import Attention
+from models.deepseek_v4.bridge import Bridge
 from models.deepseek_v4.cache import LayerCache
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.hyper_connection import HyperConnection
@@ -28,27 +31,27 @@ scope = jax.named_scope
 class Layer(nnx.Module):
     """mHC around attention, mHC around experts."""
 
-    def __init__(self, config: Config, layer: int, topology: Topology, dtype: Any):
+    def __init__(self, config: Config, layer: int, topology: Topology, dtype: Any, shared: SharedExpert):
         self.name = f"layer.{layer}"
-        self.attn_dp, self.attn_tp = topology.group("attn_dp"), topology.group("attn_tp")
-        self.world = topology.group("world")
+        self.attn_tp = topology.group("attn_tp")
         self.hc_attn = HyperConnection(config, self.attn_tp)
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.attn = Attention(config, layer, topology, dtype)
         self.hc_ffn = HyperConnection(config, self.attn_tp)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.ffn = MoE(config, layer, topology, dtype)
+        self.ffn = MoE(config, layer, topology, dtype, shared)
 
     def __call__(
-        self, streams: Array, rows: Rows, world_tokens: Array, cache: LayerCache
+        self, streams: Array, rows: Rows, world_tokens: Array, cache: LayerCache, bridge: Bridge
     ) -> tuple[Array, LayerCache, dict[str, Array]]:
         """One token per row through the layer.
 
         Args:
             streams: [T, N, D] residual streams of this replica's rows, (S, R).
             rows: this replica's rows, (S, R).
-            world_tokens: [attn_dp*T] token ids of all replicas' rows, -1 for padding, (R, R).
+            world_tokens: [G] token ids of all replicas' rows, -1 for padding, (R, R).
             cache: this layer's caches, (S, R).
+            bridge: the step's way to the experts and back.
 
         Returns:
             streams after the layer, the caches with this token in them, and what passed by, for comparison:
@@ -68,18 +71,17 @@ class Layer(nnx.Module):
             with scope("hc_ffn.read"):
                 x, mix = self.hc_ffn.read(streams)  # [T, D] (S, R)
                 x = self.ffn_norm(x)
-            with scope("moe.all_gather"):
-                everyone = all_gather(x, self.attn_dp, 0)  # [attn_dp*T, D] (R, R): every rank sees all rows
+            with scope("moe.gather"):
+                everyone = bridge.to_everyone(x)  # [G, D] (R, R): every rank sees all rows
             with scope("moe"):
-                y, routing = self.ffn(everyone, world_tokens)  # [attn_dp*T, D] (P, P): each rank's experts
-            with scope("moe.all_reduce"):
-                y = all_reduce(y, self.world)  # [attn_dp*T, D] (R, R)
-            with scope("moe.take_shard"):
-                moe_out = take_shard(y, self.attn_dp, 0)  # [T, D] (S, R): own rows, nothing is sent
-                shared = self.ffn.shared_on_own_rows(x)
+                y, routing = self.ffn(everyone, world_tokens)  # [G, D] (P, P): each rank's experts
+            with scope("moe.combine"):
+                moe_out = bridge.reduce_home(y)  # [T, D] (S, R): added up once, own rows
+            with scope("moe.shared"):
+                shared = self.ffn.shared_apart(x, everyone, bridge)  # [T, D] (S, R) complete, or None: joined before
                 moe_out = moe_out if shared is None else moe_out + shared
             with scope("hc_ffn.write"):
                 streams = self.hc_ffn.write(streams, moe_out, mix)  # [T, N, D] (S, R)
-        ids, weights = (take_shard(a, self.attn_dp, 0) for a in routing)
+            ids, weights = (bridge.take_home(a) for a in routing)
         seen = {"attn_out": attn_out, "moe_out": moe_out, "topk_ids": ids, "topk_weights": weights}
         return streams, cache, seen

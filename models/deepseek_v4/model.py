@@ -9,11 +9,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxcoll.collectives import all_gather
-from jaxcoll.linear import ColumnParallelLinear, parameter
+from jaxcoll.linear import parameter
+from jaxcoll.plan import LayerPlan, choose_shared_expert
+from jaxcoll.settings import Settings
 from jaxcoll.topology import Topology, TopologyError
+from models.deepseek_v4.bridge import Bridge
 from models.deepseek_v4.cache import LayerCache
 from models.deepseek_v4.config import Config
+from models.deepseek_v4.head import Head
 from models.deepseek_v4.hyper_connection import HyperHead
 from models.deepseek_v4.layer import Layer
 from models.deepseek_v4.norm import RMSNorm
@@ -35,11 +38,6 @@ def check_sizes(config: Config, topology: Topology) -> None:
             raise TopologyError(f"{group}={size} does not divide {name}={total}")
 
 
-def padded_vocabulary(config: Config, topology: Topology) -> int:
-    """The head's rows: the vocabulary rounded up to a multiple of attn_tp; added rows are zero and cut off again."""
-    return -(-config.vocab_size // topology.attn_tp) * topology.attn_tp
-
-
 class Embedding(nnx.Module):
     """The token table, whole on every rank (communication semantics, section 10)."""
 
@@ -57,66 +55,57 @@ class DeepSeekV4(nnx.Module):
     Args:
         config: the model.
         topology: the mesh.
+        settings: decide where the shared expert's and the head's weights live; None is all defaults.
 
     Raises:
         TopologyError: the topology does not divide heads, groups, experts or expert width.
     """
 
-    def __init__(self, config: Config, topology: Topology):
+    def __init__(self, config: Config, topology: Topology, settings: Settings | None = None):
+        settings = settings or Settings()
         check_sizes(config, topology)
         dtype = jnp.dtype(config.torch_dtype)
         self.config, self.topology = config, topology
         self.embed = Embedding(config, dtype)
-        self.layers = nnx.List([Layer(config, i, topology, dtype) for i in range(config.num_hidden_layers)])
+        shared, _ = choose_shared_expert(topology, settings, config.moe_intermediate_size)
+        self.layers = nnx.List([Layer(config, i, topology, dtype, shared) for i in range(config.num_hidden_layers)])
         self.hc_head = HyperHead(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.head = ColumnParallelLinear(
-            config.hidden_size,
-            padded_vocabulary(config, topology),
-            topology=topology,
-            group=topology.group("attn_tp"),
-            dtype=dtype,
-        )
+        self.head = Head(config, topology, dtype, settings.head)
 
-    def __call__(self, batch: Array, caches: list[LayerCache]) -> tuple[list[LayerCache], dict[str, Any]]:
+    def __call__(
+        self, batch: Array, counts: Array, caches: list[LayerCache], plan: LayerPlan
+    ) -> tuple[list[LayerCache], dict[str, Any]]:
         """Decodes one token per row.
 
         Args:
-            batch: [T, 4] int32 rows (token, position, slot, active), SHARD over attn_dp, REPLICA over attn_tp.
-            caches: one LayerCache per layer, same states.
+            batch: [T, 3] int32 rows (token, position, slot), SHARD over attn_dp, REPLICA over attn_tp.
+            counts: [attn_dp] int32 real rows of every replica, REPLICA over the world; the rest of a batch is padding.
+            caches: one LayerCache per layer, states of `batch`.
+            plan: the paths of this step, and its static shapes.
 
         Returns:
-            The caches, and per row (same states): logits [T, V] float32, next_token [T] int32 (the lowest id of the
-            highest logits), streams (one [T, N, D] per layer and the last output), and per layer attn_out, moe_out,
-            topk_ids, topk_weights.
+            The caches, and per row (states of `batch`): logits [T, V] float32, next_token [T] int32 (the lowest id of
+            the highest logits), streams (one [T, N, D] per layer and the last output), and per layer attn_out,
+            moe_out, topk_ids, topk_weights.
         """
-        rows = Rows.unpack(batch)
+        bridge = Bridge(self.topology, plan, counts)
+        rows = Rows.unpack(batch, counts[jax.lax.axis_index(self.topology.group("attn_dp"))])
         with jax.named_scope("embed"):
             x = self.embed(rows.tokens)
             streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1]))
-        with jax.named_scope("ids.all_gather"):
-            own = jnp.where(rows.active, rows.tokens, -1)
-            world_tokens = all_gather(own, self.topology.group("attn_dp"), 0)
-        seen: dict[str, list] = {
-            k: [] for k in ("streams", "attn_out", "moe_out", "topk_ids", "topk_weights")
-        }
+        with jax.named_scope("ids.gather"):
+            world_tokens = bridge.world_tokens(rows.tokens)
+        seen: dict[str, list] = {k: [] for k in ("streams", "attn_out", "moe_out", "topk_ids", "topk_weights")}
         after = []
         for layer, cache in zip(self.layers, caches, strict=True):
             seen["streams"].append(streams)
-            streams, cache, passed = layer(streams, rows, world_tokens, cache)
+            streams, cache, passed = layer(streams, rows, world_tokens, cache, bridge)
             after.append(cache)
             for name, value in passed.items():
                 seen[name].append(value)
         seen["streams"].append(streams)
-        logits = self._logits(streams)
+        with jax.named_scope("head"):
+            logits = self.head(self.norm(self.hc_head(streams)), bridge)
         next_token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return after, {"logits": logits, "next_token": next_token, **seen}
-
-    def _logits(self, streams: Array) -> Array:
-        """[T, N, D] -> [T, V] float32, complete on every rank of attn_tp."""
-        with jax.named_scope("head"):
-            x = self.norm(self.hc_head(streams))
-            weight = self.head.weight[...]
-            part = jnp.einsum("td,vd->tv", x, weight, preferred_element_type=jnp.float32)
-        with jax.named_scope("head.all_gather"):
-            return all_gather(part, self.topology.group("attn_tp"), 1)[:, : self.config.vocab_size]

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxcoll.collectives import declare_partial
+from jaxcoll.plan import SharedExpert
 from jaxcoll.topology import Topology
+from models.deepseek_v4.bridge import Bridge
 from models.deepseek_v4.config import Config
-from models.deepseek_v4.experts import Experts, SharedExpert
+from models.deepseek_v4.experts import Experts, SharedExpertMLP
 from models.deepseek_v4.router import Router, Routing
 
 Array = jax.Array
@@ -20,17 +22,17 @@ Array = jax.Array
 class MoE(nnx.Module):
     """Routed plus shared experts; exactly one reduction, over the world, is left to the caller by type."""
 
-    def __init__(self, config: Config, layer: int, topology: Topology, dtype: Any):
-        self.world = topology.group("world")
+    def __init__(self, config: Config, layer: int, topology: Topology, dtype: Any, shared: SharedExpert):
+        self.shared, self.world = shared, topology.group("world")
         self.gate = Router(config, layer, dtype)
         self.experts = Experts(config, topology, dtype)
-        self.shared_experts = SharedExpert(config, topology, dtype)
+        self.shared_experts = SharedExpertMLP(config, topology, dtype, cut=shared == "sharded")
 
     def __call__(self, x: Array, tokens: Array) -> tuple[Array, Routing]:
         """All rows of the world through this rank's experts.
 
         A cut shared expert joins before the one reduction. A whole one is complete on every rank and must not: the
-        caller adds `shared(own rows)` after it (communication semantics, section 8).
+        caller adds `shared_apart` after it (communication semantics, section 8).
 
         Args:
             x: [G, D], REPLICA over the world.
@@ -42,10 +44,23 @@ class MoE(nnx.Module):
         active = tokens >= 0
         routing = self.gate(x, jnp.where(active, tokens, 0))
         y = self.experts(x, routing, active)
-        if self.shared_experts.cut:
+        if self.shared == "sharded":
             y = y + self.shared_experts(x)
         return declare_partial(y, self.world), routing
 
-    def shared_on_own_rows(self, x: Array) -> Array | None:
-        """The whole shared expert on a replica's own rows [T, D], complete; None where it joined before."""
-        return None if self.shared_experts.cut else self.shared_experts(x)
+    def shared_apart(self, own: Array, everyone: Array, bridge: Bridge) -> Array | None:
+        """A whole shared expert's complete output for own rows, to be added after the reduction.
+
+        Args:
+            own: [T, D] own rows before the gather, SHARD over attn_dp, REPLICA over attn_tp.
+            everyone: [G, D] all rows, REPLICA over the world.
+            bridge: the way home.
+
+        Returns:
+            [T, D] in the state of `own`; None for a cut one, which joined before.
+        """
+        if self.shared == "sharded":
+            return None
+        if self.shared == "replicated_local":
+            return self.shared_experts(own)
+        return bridge.take_home(self.shared_experts(everyone))

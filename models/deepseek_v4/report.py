@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from jaxcoll import hlo
+from jaxcoll.plan import LayerPlan
 from jaxcoll.step import Step
 from jaxcoll.topology import Topology
 from models.deepseek_v4.config import Config
-from models.deepseek_v4.decoder import Decoder
+
+COLLECTIVES_TITLE = "Collectives of one compiled step, bytes per device"
 
 
 def topology_json(topology: Topology) -> dict[str, int]:
@@ -30,15 +33,13 @@ def topology_json(topology: Topology) -> dict[str, int]:
     }
 
 
-def plan_json(topology: Topology) -> dict[str, str | None]:
-    """The path that every layer takes; None for what this path does not have.
-
-    With one replica there is nothing to gather. The experts' sum is always one all_reduce over the world.
-    """
-    gathers = topology.attn_dp > 1
+def plan_json(plan: LayerPlan) -> dict[str, str | None]:
+    """The paths that every layer of the compiled step takes; None for what these paths do not have."""
     return {
-        "gather": "max_len" if gathers else "none",
-        "combine": "all_reduce",
+        "gather": plan.gather,
+        "combine": plan.combine,
+        "shared_expert": plan.shared_expert,
+        "head": plan.head,
         "moe_backend": "gather",
         "dispatch": None,
         "wire": None,
@@ -61,13 +62,69 @@ def ignored_notes(config: Config, ignored: Iterable[str]) -> list[str]:
     return notes
 
 
-def print_topology(console: Console, decoder: Decoder) -> None:
-    """One line about the mesh."""
-    sizes = topology_json(decoder.topology)
-    console.print(
-        f"{sizes['world']} devices: attn_dp {sizes['attn_dp']} x attn_tp {sizes['attn_tp']} = "
+def topology_line(sizes: Mapping[str, int]) -> str:
+    """Both factorisations of the mesh, from `topology_json`."""
+    return (
+        f"{_count(sizes['world'], 'device')}: attn_dp {sizes['attn_dp']} x attn_tp {sizes['attn_tp']} = "
         f"moe_ep {sizes['moe_ep']} x moe_tp {sizes['moe_tp']}"
     )
+
+
+def verdict(outcome: Mapping[str, Any]) -> str:
+    """Two lines: whether `verify`'s JSON says equal and how far off, and what was compared."""
+    errors = outcome["max_abs_err"].values()
+    worst = "not finite" if None in errors else f"{max(errors):.1e}"
+    return (
+        f"{'equal' if outcome['ok'] else 'NOT equal'} to the golden trace: largest difference {worst}, "
+        f"allowed {outcome['tolerance']:g}\n"
+        f"{_count(outcome['steps'], 'step')}, {_count(outcome['compiles'], 'compiled program')}; "
+        f"greedy ids {'match' if outcome['greedy_match'] else 'DIFFER'}; "
+        f"{_count(outcome['topk_mismatches'], 'expert choice')} {'differs' if outcome['topk_mismatches'] == 1 else 'differ'}"
+    )
+
+
+def print_table(console: Console, title: str, table: Table) -> None:
+    """A table under its title; rich would fold a title that is wider than its table."""
+    console.print(f"\n{title}")
+    console.print(table)
+
+
+def print_generated(console: Console, generated: Sequence[Sequence[int]], homes: Sequence[tuple[int, int]]) -> None:
+    """The greedy ids of each request and the replica it lives on; a line each, however narrow the terminal."""
+    console.print()
+    for request, (ids, (replica, _)) in enumerate(zip(generated, homes, strict=True)):
+        line = f"request {request} on replica {replica} continues with {', '.join(map(str, ids))}"
+        console.print(line, soft_wrap=True)
+    console.print()
+
+
+def differences_table(errors: Mapping[str, float | None]) -> Table:
+    """`verify`'s max_abs_err, a row per layer; its streams are those that enter it."""
+    table = new_table("layer", right=("streams", "attn_out", "moe_out"))
+    layers = sum(name.startswith("attn_out.") for name in errors)
+    for i in range(layers):
+        table.add_row(str(i), *(_difference(errors[f"{kind}.{i}"]) for kind in ("streams", "attn_out", "moe_out")))
+    table.add_row("head", _difference(errors[f"streams.{layers}"]))
+    table.add_row("logits", _difference(errors["logits"]))
+    return table
+
+
+def new_table(*left: str, right: Sequence[str] = ()) -> Table:
+    """An empty table with columns aligned left, then right; no frame, so that a narrow terminal has room."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in left:
+        table.add_column(column)
+    for column in right:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _difference(error: float | None) -> str:
+    return "not finite" if error is None else f"{error:.1e}"
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def collectives_table(records: Iterable[dict[str, Any]]) -> Table:
@@ -77,11 +134,7 @@ def collectives_table(records: Iterable[dict[str, Any]]) -> Table:
         total = totals.setdefault((record["kind"], record["group"]), [0, 0, 0])
         for i, key in enumerate(("count", "operand_bytes", "result_bytes")):
             total[i] += record[key]
-    table = Table(title="collectives of one step, bytes per device", title_justify="left")
-    for column in ("kind", "group"):
-        table.add_column(column)
-    for column in ("count", "operand_bytes", "result_bytes"):
-        table.add_column(column, justify="right")
+    table = new_table("kind", "mesh axes", right=("count", "operand_bytes", "result_bytes"))
     for (kind, group), numbers in sorted(totals.items()):
         table.add_row(kind, group, *map(str, numbers))
     return table

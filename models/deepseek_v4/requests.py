@@ -28,9 +28,7 @@ def spread(requests: int, replicas: int, counts: Sequence[int] | None = None) ->
     if len(counts) != replicas:
         raise UserError(f"--requests-per-replica {given} must hold one count for each of {replicas} replicas")
     if sum(counts) != requests:
-        raise UserError(
-            f"--requests-per-replica {given} makes {sum(counts)} requests, but there are {requests}"
-        )
+        raise UserError(f"--requests-per-replica {given} makes {sum(counts)} requests, but there are {requests}")
     return [(replica, slot) for replica, count in enumerate(counts) for slot in range(count)]
 
 

@@ -24,8 +24,10 @@ class Routing(NamedTuple):
 
 
 def scores_of(logits: Array) -> Array:
-    """sqrt(softplus(logits)) in float32, accurate down to the smallest normal number."""
-    return jnp.sqrt(jax.nn.softplus(logits.astype(jnp.float32)))
+    """sqrt(softplus(logits)) in float32, accurate wherever the result is a normal number (down to logits of -174)."""
+    logits = logits.astype(jnp.float32)
+    # Below -20 softplus is exp to the last bit; its root exp(x/2) lives on where exp(x) is flushed to 0 (below -87).
+    return jnp.where(logits < -20, jnp.exp(logits / 2), jnp.sqrt(jax.nn.softplus(logits)))
 
 
 def weights_of(scores: Array, ids: Array, scaling: float) -> Array:
@@ -42,9 +44,7 @@ class Router(nnx.Module):
         linear = ReplicatedLinear(config.hidden_size, config.n_routed_experts, dtype=dtype)
         self.weight = linear.weight
         if self.kind == "hash":
-            self.tid2eid = parameter(
-                (config.vocab_size, config.num_experts_per_tok), jnp.int32, P(None, None)
-            )
+            self.tid2eid = parameter((config.vocab_size, config.num_experts_per_tok), jnp.int32, P(None, None))
         else:
             self.bias = parameter((config.n_routed_experts,), jnp.float32, P(None))
 

@@ -30,10 +30,10 @@ class Rows:
     active: Array
 
     @classmethod
-    def unpack(cls, batch: Array) -> Rows:
-        """From the step's packed input [T, 4] int32 (token, position, slot, active); padding may hold anything."""
-        token, position, slot, active = (batch[:, i] for i in range(4))
-        real = active == 1
+    def unpack(cls, batch: Array, count: Array) -> Rows:
+        """From the step's packed input [T, 3] int32: token, position, slot; the first `count` rows are real."""
+        token, position, slot = (batch[:, i] for i in range(3))
+        real = jnp.arange(batch.shape[0]) < count
         past_every_slot = jnp.iinfo(jnp.int32).max
         return cls(
             tokens=jnp.where(real, token, 0),

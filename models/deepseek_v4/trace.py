@@ -45,9 +45,7 @@ class Trace:
         """
         path = folder / FILE
         if not path.is_file():
-            raise TraceError(
-                f"{folder} has no {FILE}: verify compares with one; generate and bench need none"
-            )
+            raise TraceError(f"{folder} has no {FILE}: verify compares with one; generate and bench need none")
         try:
             tensors = load_file(path)
         except (SafetensorError, ValueError, TypeError, KeyError) as error:
@@ -58,9 +56,7 @@ class Trace:
         greedy = _ids(path, tensors, "greedy_ids", (batch, None), config.vocab_size)
         wide = (batch, length, config.hidden_size)
         shapes = {"logits": (batch, length, config.vocab_size)}
-        shapes |= {
-            f"streams.{i}": (batch, length, config.hc_mult, config.hidden_size) for i in range(layers + 1)
-        }
+        shapes |= {f"streams.{i}": (batch, length, config.hc_mult, config.hidden_size) for i in range(layers + 1)}
         shapes |= {f"{name}.{i}": wide for name in ("attn_out", "moe_out") for i in range(layers)}
         values = {name: _values(path, tensors, name, shape) for name, shape in shapes.items()}
         k = (batch, length, config.num_experts_per_tok)
@@ -75,9 +71,7 @@ def _tensor(path: Path, tensors: dict, name: str, shape: tuple[int | None, ...])
     fits = value.ndim == len(shape) and all(n in (None, m) for n, m in zip(shape, value.shape, strict=True))
     if not fits or 0 in value.shape:
         wanted = ", ".join("any" if n is None else str(n) for n in shape)
-        raise TraceError(
-            f"{name} in {path} has shape {list(value.shape)}; this config needs [{wanted}], none empty"
-        )
+        raise TraceError(f"{name} in {path} has shape {list(value.shape)}; this config needs [{wanted}], none empty")
     return value
 
 
@@ -95,7 +89,5 @@ def _ids(path: Path, tensors: dict, name: str, shape: tuple[int | None, ...], li
     low, high = int(value.min()), int(value.max())
     if low < 0 or high >= limit:
         outside = low if low < 0 else high
-        raise TraceError(
-            f"{name} in {path} holds id {outside}, out of range: it must be from 0 to {limit - 1}"
-        )
+        raise TraceError(f"{name} in {path} holds id {outside}, out of range: it must be from 0 to {limit - 1}")
     return value.astype(np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import math
 import sys
@@ -10,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from jaxcoll.topology import Topology
 from models.deepseek_v4 import report
@@ -35,7 +35,7 @@ def run(options: VerifyOptions) -> int:
     if options.json:
         print(json.dumps(result))
     else:
-        _show(result)
+        _show(result, options.requests_per_replica)
     return 0 if result["ok"] else 1
 
 
@@ -54,32 +54,25 @@ def verify(options: VerifyOptions, working: Working) -> tuple[dict[str, Any], li
         slots=slots_for(homes),
         max_seq_len=length,
         results=TRACE,
+        settings=options.paths.settings(),
         config=config,
         progress=working.advance,
     )
-    working.stage("compiling the step and decoding")
-    outcome = compare(decoder, trace, homes, working)
-    tolerance = TOLERANCE[config.torch_dtype]
-    close = all(error <= tolerance for error in outcome["max_abs_err"].values())  # False for NaN
-    ok = close and not outcome["topk_mismatches"] and outcome["greedy_match"]
-    errors = {k: v if math.isfinite(v) else None for k, v in outcome.pop("max_abs_err").items()}
-    result = {
-        "ok": ok,
-        "tolerance": tolerance,
-        "max_abs_err": errors,
-        **outcome,
-        "compiles": decoder.compiles,
-    }
-    result |= {
+    result = compare(decoder, trace, homes, working) | {
         "topology": report.topology_json(topology),
-        "plan": report.plan_json(topology),
+        "plan": report.plan_json(decoder.plans[0]),
         "collectives": report.collectives_json(decoder.steps.values()),
     }
     return result, report.ignored_notes(config, loaded.ignored)
 
 
 def compare(decoder: Decoder, trace: Trace, homes: Sequence[Home], working: Working) -> dict[str, Any]:
-    """Feeds the trace's ids one position per step, comparing everything, then continues greedily."""
+    """Feeds the trace's ids one position per step, comparing everything, then continues greedily.
+
+    Returns:
+        `verify`'s JSON up to `compiles`; a difference that is not finite is None, because JSON has no NaN.
+    """
+    working.stage("compiling the step")
     errors = dict.fromkeys(trace.values, 0.0)
     mismatches, steps = 0, 0
     total = trace.input_ids.shape[1] + trace.greedy_ids.shape[1] - 1
@@ -88,7 +81,7 @@ def compare(decoder: Decoder, trace: Trace, homes: Sequence[Home], working: Work
     for position in range(total):
         seen = decoder.step([Row(int(t), position, *home) for t, home in zip(tokens, homes, strict=True)])
         steps += 1
-        working.advance(steps, total)
+        working.decoded(steps, total)
         if position < trace.input_ids.shape[1]:
             mismatches += _compare_position(seen, trace, position, errors)
         following = np.asarray(seen["next_token"])[seen["places"]]
@@ -98,12 +91,18 @@ def compare(decoder: Decoder, trace: Trace, homes: Sequence[Home], working: Work
             tokens = following
             generated.append(following)
     ids = np.stack(generated, axis=1)
+    tolerance = TOLERANCE[decoder.config.torch_dtype]
+    close = all(error <= tolerance for error in errors.values())  # False for NaN
+    greedy_match = bool(np.array_equal(ids, trace.greedy_ids))
     return {
-        "max_abs_err": errors,
+        "ok": close and not mismatches and greedy_match,
+        "tolerance": tolerance,
+        "max_abs_err": {name: error if math.isfinite(error) else None for name, error in errors.items()},
         "topk_mismatches": mismatches,
-        "greedy_match": bool(np.array_equal(ids, trace.greedy_ids)),
+        "greedy_match": greedy_match,
         "generated": ids.tolist(),
         "steps": steps,
+        "compiles": decoder.compiles,
     }
 
 
@@ -113,33 +112,28 @@ def _compare_position(seen: dict[str, Any], trace: Trace, position: int, errors:
     for name, golden in trace.values.items():
         kind, _, index = name.partition(".")
         value = np.asarray(seen[kind][int(index)] if index else seen[kind])[places]
-        error = np.max(np.abs(value.astype(np.float32) - golden[:, position]))
+        with np.errstate(invalid="ignore"):  # infinity - infinity: NaN, which counts as different
+            error = np.max(np.abs(value.astype(np.float32) - golden[:, position]))
         errors[name] = float(np.maximum(errors[name], error))  # keeps a NaN
-    differing = 0
-    for ours, golden in zip(seen["topk_ids"], trace.topk_ids, strict=True):
-        differing += int(np.sum(np.sort(np.asarray(ours)[places]) != np.sort(golden[:, position])))
-    return differing
+    pairs = zip(seen["topk_ids"], trace.topk_ids, strict=True)
+    return sum(_unlike(np.asarray(ours)[places], golden[:, position]) for ours, golden in pairs)
 
 
-def _show(result: dict[str, Any]) -> None:
-    console = Console()
-    sizes = result["topology"]
-    console.print(
-        f"{sizes['world']} devices: attn_dp {sizes['attn_dp']} x attn_tp {sizes['attn_tp']} = "
-        f"moe_ep {sizes['moe_ep']} x moe_tp {sizes['moe_tp']}; {result['steps']} steps, {result['compiles']} compiled"
+def _unlike(ours: np.ndarray, golden: np.ndarray) -> int:
+    """How many ids of the rows [B, K] the golden row lacks; their order does not count, repetitions do."""
+    rows = zip(ours.tolist(), golden.tolist(), strict=True)
+    return sum((collections.Counter(mine) - collections.Counter(theirs)).total() for mine, theirs in rows)
+
+
+def _show(result: dict[str, Any], requests_per_replica: Sequence[int] | None) -> None:
+    console = Console(highlight=False)
+    homes = spread(len(result["generated"]), result["topology"]["attn_dp"], requests_per_replica)
+    console.print(report.topology_line(result["topology"]))
+    report.print_table(
+        console,
+        "Largest absolute difference from the trace (streams as they enter)",
+        report.differences_table(result["max_abs_err"]),
     )
-    table = Table(title="largest absolute difference from the trace", title_justify="left")
-    table.add_column("tensor")
-    table.add_column("difference", justify="right")
-    for name, error in result["max_abs_err"].items():
-        table.add_row(name, "not finite" if error is None else f"{error:.1e}")
-    console.print(table)
-    console.print(report.collectives_table(result["collectives"]))
-    for request, ids in enumerate(result["generated"]):
-        console.print(f"request {request} continues with {ids}")
-    verdict = "equal" if result["ok"] else "NOT equal"
-    greedy = "match" if result["greedy_match"] else "do not match"
-    console.print(
-        f"{verdict} to the trace at {result['tolerance']:g}; {result['topk_mismatches']} expert choices differ; "
-        f"greedy ids {greedy}"
-    )
+    report.print_table(console, report.COLLECTIVES_TITLE, report.collectives_table(result["collectives"]))
+    report.print_generated(console, result["generated"], homes)
+    console.print(report.verdict(result))

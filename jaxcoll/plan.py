@@ -1,0 +1,297 @@
+"""Which path each hand-over of a layer takes, why, why not another, and who reduces: exactly one.
+
+Rules follow communication semantics, sections 2-4 and 8. A named choice overrides rules; only what is impossible is
+refused. A plan is made of sizes and counts that every rank holds alike; it runs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+from jaxcoll.combine import Way, combine_impossible
+from jaxcoll.gather import gather_impossible
+from jaxcoll.rows import GatherMode, RowPlan, StepFacts, plan_rows
+from jaxcoll.settings import Settings
+from jaxcoll.topology import Topology
+
+Gather = GatherMode | Literal["none"]
+SharedExpert = Literal["sharded", "replicated", "replicated_local"]
+Head = Literal["attn_tp", "world"]
+
+
+class PlanError(ValueError):
+    """A named path that cannot exist here; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Alternative:
+    """A path that was not taken: `impossible` here, or only not what the rules choose."""
+
+    path: str
+    impossible: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {'impossible' if self.impossible else 'not chosen'} because {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class HandOver:
+    """One hand-over of a layer.
+
+    Attributes:
+        name: attention, gather, combine, shared_expert or head.
+        path: what runs.
+        collectives: verb and group of each collective, in order.
+        before, after: states over (attn_dp, attn_tp).
+        reduces: whether a partial sum is completed here.
+        reason: why this path.
+        others: the paths that do not run.
+    """
+
+    name: str
+    path: str
+    collectives: tuple[tuple[str, str], ...]
+    before: str
+    after: str
+    reduces: bool
+    reason: str
+    others: tuple[Alternative, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerPlan:
+    """How every MoE layer of a step moves its rows, and its head.
+
+    Attributes:
+        gather, combine, shared_expert, head: the chosen paths.
+        rows: where every replica's rows lie; its bucket gives the static shapes.
+        mask_dp_pad: padding rows are no expert's.
+        hand_overs: all of them, explained.
+    """
+
+    gather: Gather
+    combine: Way
+    shared_expert: SharedExpert
+    head: Head
+    rows: RowPlan
+    mask_dp_pad: bool
+    hand_overs: tuple[HandOver, ...]
+
+    @property
+    def mode(self) -> GatherMode:
+        """How the rows of all replicas lie: with one replica there is one slot, which max_len describes."""
+        return _mode(self.gather)
+
+    @property
+    def program(self) -> tuple:
+        """What decides the compiled program; counts are its data."""
+        return self.gather, self.combine, self.shared_expert, self.head, self.rows.bucket, self.mask_dp_pad
+
+    def reducers(self) -> list[str]:
+        """Hand-overs that complete the experts' partial sum; a right plan has exactly one."""
+        return [h.name for h in self.hand_overs if h.reduces and h.name != "attention"]
+
+
+def _mode(gather: Gather) -> GatherMode:
+    return "max_len" if gather == "none" else gather
+
+
+def plan_layer(
+    topology: Topology,
+    counts: Sequence[int],
+    settings: Settings | None = None,
+    *,
+    shared_width: int,
+    facts: StepFacts | None = None,
+    room: Sequence[int] | None = None,
+) -> LayerPlan:
+    """Chooses the paths of one step.
+
+    Args:
+        topology: the mesh's sizes.
+        counts: real rows per replica, at least one in all.
+        settings: what the user asked for; None is all defaults.
+        shared_width: intermediate width of the shared expert; where the world does not divide it, it stays whole.
+        facts: what else the padding rule reads.
+        room: rows per replica to choose paths and shapes for, each at least its count; a batch that shrinks keeps its
+            program by keeping its room. None is the counts.
+
+    Raises:
+        PlanError: a named path is impossible here.
+        ValueError: a count beyond its room.
+    """
+    settings = settings or Settings()
+    roomy = counts if room is None else room
+    if any(count > space for count, space in zip(counts, roomy, strict=True)):
+        raise ValueError(f"counts {list(counts)} do not fit the room {list(roomy)} planned for them")
+    ruled = plan_rows(roomy, topology.attn_tp, facts=facts, bucketed=True)
+    gather, why_gather = _choose_gather(topology, ruled, settings)
+    combine, why_combine = _choose_combine(topology, settings, gather)
+    shared, why_shared = choose_shared_expert(topology, settings, shared_width)
+    mode = "max_len" if gather in ("max_len", "none") else "sum_len"
+    shapes = plan_rows(roomy, topology.attn_tp, mode=mode, bucketed=True)
+    exact = plan_rows(counts, topology.attn_tp, mode=mode)
+    rows = dataclasses.replace(exact, reason=why_gather, rows=shapes.rows, total=shapes.total)
+    if mode == "max_len":
+        rows = dataclasses.replace(rows, starts=shapes.starts)
+    hand_overs = (
+        _attention(topology),
+        _gather_hand_over(topology, gather, why_gather, settings),
+        _combine_hand_over(topology, combine, gather, why_combine, settings),
+        _shared_hand_over(topology, shared, why_shared, shared_width),
+        _head(topology, settings.head),
+    )
+    return LayerPlan(gather, combine, shared, settings.head, rows, settings.mask_dp_pad, hand_overs)
+
+
+def _choose_gather(topology: Topology, rows: RowPlan, settings: Settings) -> tuple[Gather, str]:
+    if settings.gather != "auto":
+        if why := gather_impossible(settings.gather, topology):
+            raise PlanError(f"gather {settings.gather} is impossible here because {why}")
+        return settings.gather, "it was asked for by name"
+    if settings.combine == "reduce_scatter":
+        return "max_len", "the named reduce_scatter needs equal slots"
+    if topology.attn_dp == 1:
+        return "none", "there is one replica, whose rows every rank holds already"
+    if rows.mode == "max_len":
+        return "max_len", rows.reason
+    if settings.use_gatherv and topology.attn_tp == 1:
+        return "gather_v", f"use_gatherv is on and attn_tp is 1; {rows.reason}"
+    return "sum_len", rows.reason
+
+
+def _choose_combine(topology: Topology, settings: Settings, gather: Gather) -> tuple[Way, str]:
+    if settings.combine != "auto":
+        if why := combine_impossible(settings.combine, _mode(gather), topology):
+            raise PlanError(f"combine {settings.combine} is impossible here because {why}")
+        return settings.combine, "it was asked for by name"
+    if topology.attn_dp == 1:
+        return "all_reduce", "there is one replica, which needs every row"
+    if expert_parallel_rule(topology):
+        return "reduce_scatter_v", "attn_tp is 1 and every replica owns its own experts (attn_dp = moe_ep > 1)"
+    if gather == "gather_v" and settings.use_gatherv:
+        return "reduce_scatter_v", "rows came by gather_v, and chunks by count go back the same way"
+    if settings.reduce_scatter_allowed() and gather == "max_len" and topology.attn_tp == 1:
+        return "reduce_scatter", "use_reduce_scatter is on, slots are equal and attn_tp is 1"
+    return "all_reduce", "no rule asks for a reduce_scatter here"
+
+
+def expert_parallel_rule(topology: Topology) -> bool:
+    """The rule that selects reduce_scatter_v in both modes: attn_dp = world = moe_ep > 1 (section 4, EP_V)."""
+    return topology.attn_dp > 1 and topology.attn_tp == 1 and topology.moe_tp == 1
+
+
+def choose_shared_expert(topology: Topology, settings: Settings, width: int) -> tuple[SharedExpert, str]:
+    """How the shared expert is held, and why: it decides where its weights live, so counts have no say."""
+    local = settings.shared_expert_local
+    if width % topology.world:
+        kind: SharedExpert = "replicated_local" if local else "replicated"
+        return kind, f"its width {width} does not divide by the world of {topology.world}"
+    if settings.shared_expert_tp1:
+        return ("replicated_local" if local else "replicated"), "shared_expert_tp1 is on"
+    return "sharded", f"the world of {topology.world} divides its width {width}"
+
+
+def _attention(topology: Topology) -> HandOver:
+    size = topology.attn_tp
+    which = "the world" if size == topology.world else "between one and the world" if size > 1 else "one rank"
+    collectives = (("all_reduce", "attn_tp"),) if size > 1 else ()
+    reason = f"attn_tp={size} is {which}: wo_b's partial sum is completed over attn_tp and nowhere else"
+    return HandOver("attention", "all_reduce", collectives, "(S, P)", "(S, R)", size > 1, reason)
+
+
+def _gather_collectives(topology: Topology, path: Gather) -> tuple[tuple[str, str], ...]:
+    if path == "none":
+        return ()
+    verb = {"gather_v": "all_gather_v", "sum_len": "all_reduce", "max_len": "all_gather"}[path]
+    return ((verb, "world"),) if topology.world > 1 else ()
+
+
+def _gather_hand_over(topology: Topology, path: Gather, reason: str, settings: Settings) -> HandOver:
+    others = []
+    for other in get_args(GatherMode):
+        if other == path:
+            continue
+        why = gather_impossible(other, topology)
+        if why is None and settings.gather != "auto":
+            others.append(Alternative(other, False, f"{path} was asked for by name"))
+        elif why is None and other == "gather_v" and not settings.use_gatherv:
+            others.append(Alternative(other, False, "use_gatherv is off"))
+        else:
+            others.append(Alternative(other, why is not None, why or reason))
+    return HandOver(
+        "gather", path, _gather_collectives(topology, path), "(S, R)", "(R, R)", False, reason, tuple(others)
+    )
+
+
+def _combine_hand_over(topology: Topology, path: Way, gather: Gather, reason: str, settings: Settings) -> HandOver:
+    others = []
+    for other in get_args(Way):
+        if other == path:
+            continue
+        why = combine_impossible(other, _mode(gather), topology)
+        if why is None and settings.combine != "auto":
+            others.append(Alternative(other, False, f"{path} was asked for by name"))
+        elif why is None and other == "reduce_scatter" and path == "all_reduce":
+            others.append(Alternative(other, False, _why_no_reduce_scatter(topology)))
+        else:
+            others.append(Alternative(other, why is not None, why or reason))
+    collectives = ((path, "world"),) if topology.world > 1 else ()
+    if path == "reduce_scatter" and topology.attn_tp > 1:
+        collectives += (("all_gather", "attn_tp"),)
+    return HandOver("combine", path, collectives, "(P, P)", "(S, R)", True, reason, tuple(others))
+
+
+def _why_no_reduce_scatter(topology: Topology) -> str:
+    if topology.attn_dp == 1:
+        return "there is one replica, which needs every row"
+    return "use_reduce_scatter is off" if topology.attn_tp == 1 else "the rules take it only where attn_tp is 1"
+
+
+def _shared_hand_over(topology: Topology, kind: SharedExpert, reason: str, width: int) -> HandOver:
+    where = {
+        "sharded": "each rank adds its slice to its experts' partial sum, before the one reduction",
+        "replicated": "complete on every rank, it is added to own rows after the one reduction",
+        "replicated_local": "computed on own rows before the gather, it is added to them after the one reduction",
+    }
+    others = []
+    for other in where:
+        if other == kind:
+            continue
+        impossible = other == "sharded" and bool(width % topology.world)
+        others.append(Alternative(other, impossible, reason))
+    before, after = ("(P, P)", "(P, P)") if kind == "sharded" else ("(S, R)", "(S, R)")
+    return HandOver("shared_expert", kind, (), before, after, False, f"{reason}; {where[kind]}", tuple(others))
+
+
+def _head(topology: Topology, head: Head) -> HandOver:
+    if head == "world":
+        collectives = (("all_reduce", "world"), ("all_gather", "world")) if topology.world > 1 else ()
+        reason = "it was asked for by name: every replica's rows (sum_len), vocabulary cut over the world"
+        other = Alternative("attn_tp", False, "world was asked for by name")
+        return HandOver("head", head, collectives, "(S, S)", "(S, R)", False, reason, (other,))
+    collectives = (("all_gather", "attn_tp"),) if topology.attn_tp > 1 else ()
+    reason = "each replica's own rows, vocabulary cut over attn_tp: no row leaves its replica"
+    other = Alternative("world", False, "it moves every replica's rows to every rank")
+    return HandOver("head", head, collectives, "(S, S)", "(S, R)", False, reason, (other,))
+
+
+def plan_records(plan: LayerPlan) -> list[dict[str, Any]]:
+    """The plan as records for JSON."""
+    return [
+        {
+            "name": h.name,
+            "path": h.path,
+            "collectives": [{"verb": verb, "group": group} for verb, group in h.collectives],
+            "before": h.before,
+            "after": h.after,
+            "reduces": h.reduces,
+            "reason": h.reason,
+            "not_chosen": {o.path: o.reason for o in h.others if not o.impossible},
+            "impossible": {o.path: o.reason for o in h.others if o.impossible},
+        }
+        for h in plan.hand_overs
+    ]

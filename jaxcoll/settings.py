@@ -1,0 +1,93 @@
+"""What a user may ask of a plan, per call or by environment variable; it decides nothing.
+
+A call's argument wins over a variable, a variable over the default. Variables are read when settings are made, never
+at import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+GatherChoice = Literal["auto", "gather_v", "sum_len", "max_len"]
+HeadChoice = Literal["attn_tp", "world"]
+CombineChoice = Literal["auto", "all_reduce", "reduce_scatter_v", "reduce_scatter"]
+
+# Field -> environment variable. Source: communication semantics, section 12.
+VARIABLES = {
+    "use_gatherv": "JAXCOLL_DP_USE_GATHERV",
+    "use_reduce_scatter": "JAXCOLL_DP_USE_REDUCE_SCATTER",
+    "shared_expert_tp1": "JAXCOLL_SHARED_EXPERT_TP1",
+    "shared_expert_local": "JAXCOLL_SHARED_EXPERT_LOCAL",
+    "mask_dp_pad": "JAXCOLL_MASK_DP_PAD",
+}
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+class SettingsError(ValueError):
+    """A choice or an environment variable with a value that does not exist; the message names the allowed ones."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Choices of a layer's paths.
+
+    Attributes:
+        gather: how rows reach the experts; "auto" follows the rules.
+        combine: how they come back; "auto" follows the rules.
+        head: the vocabulary is cut over attn_tp (SGLang's enable_dp_lm_head) or over the world.
+        use_gatherv: rules may take gather_v, and with it reduce_scatter_v (SGLANG_DP_USE_GATHERV).
+        use_reduce_scatter: rules may take the equal reduce_scatter (SGLANG_DP_USE_REDUCE_SCATTER); None is on for
+            ROCm and off otherwise.
+        shared_expert_tp1: keep the shared expert whole on every rank (SGLANG_SHARED_EXPERT_TP1).
+        shared_expert_local: compute a whole shared expert on own rows, before the gather
+            (SGLANG_DP_SHARED_EXPERT_LOCAL).
+        mask_dp_pad: padding rows are no expert's (SGLANG_OPT_MASK_DP_PAD_MOE, there off by default). On here: a
+            masked row costs nothing, and its garbage is never computed with.
+    """
+
+    gather: GatherChoice = "auto"
+    combine: CombineChoice = "auto"
+    head: HeadChoice = "attn_tp"
+    use_gatherv: bool = False
+    use_reduce_scatter: bool | None = None
+    shared_expert_tp1: bool = False
+    shared_expert_local: bool = False
+    mask_dp_pad: bool = True
+
+    def __post_init__(self):
+        for name, choice in (("gather", GatherChoice), ("combine", CombineChoice), ("head", HeadChoice)):
+            value = getattr(self, name)
+            if value not in get_args(choice):
+                raise SettingsError(f"{name} must be one of {', '.join(get_args(choice))}, not {value!r}")
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] | None = None, **given: Any) -> Settings:
+        """Settings from the environment, with `given` (fields of Settings that are not None) winning over it.
+
+        Raises:
+            SettingsError: a variable's value is neither true nor false, or a given choice does not exist.
+        """
+        environment = os.environ if environment is None else environment
+        found: dict[str, Any] = {
+            field: _flag(environment, name) for field, name in VARIABLES.items() if name in environment
+        }
+        return cls(**found | {field: value for field, value in given.items() if value is not None})
+
+    def reduce_scatter_allowed(self) -> bool:
+        """`use_reduce_scatter`, with its default found out now: on for ROCm. Starts the devices where it is None."""
+        if self.use_reduce_scatter is not None:
+            return self.use_reduce_scatter
+        import jax
+
+        return "rocm" in getattr(jax.devices()[0].client, "platform_version", "").lower()
+
+
+def _flag(environment: Mapping[str, str], name: str) -> bool:
+    value = environment[name].strip().lower()
+    if value not in _TRUE + _FALSE:
+        allowed = ", ".join(_TRUE + _FALSE)
+        raise SettingsError(f"{name}={environment[name]!r} is neither on nor off; it must be one of {allowed}")
+    return value in _TRUE
