@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from jaxcoll.audit import collective_axes, subjaxprs
@@ -11,6 +11,7 @@ from jaxcoll.states import State
 from jaxcoll.topology import GroupName, Topology
 
 _GROUPS: tuple[GroupName, ...] = ("attn_dp", "attn_tp")
+_NAMED: tuple[GroupName, ...] = (*_GROUPS, "world", "moe_ep", "moe_tp")
 _VERBS = {
     "unreduced_psum": "all_reduce",
     "unreduced_reduce_scatter": "reduce_scatter",
@@ -29,7 +30,7 @@ class Stage:
         shape: per-rank shape of its result.
         dtype: element type of its result.
         states: of the result, per group.
-        collective: the verbs that ran in it with their axes, or "" for none.
+        collective: the verbs that ran in it with their groups, such as "all_reduce(attn_tp)", or "" for none.
     """
 
     scope: str
@@ -56,8 +57,7 @@ def stages(traced: Any, topology: Topology, prefix: str) -> list[Stage]:
         collective = found[scope].collective if scope in found else ""
         if axes := collective_axes(eqn):
             verb = _VERBS.get(eqn.primitive.name, eqn.primitive.name)
-            ordered = [a for a in topology.axes if a in axes]
-            collective = "; ".join(filter(None, [collective, f"{verb} over {', '.join(ordered)}"]))
+            collective = "; ".join(filter(None, [collective, f"{verb}({_group_name(topology, axes)})"]))
         states = {g: _state(aval, topology.group(g)) for g in _GROUPS}
         found[scope] = Stage(scope, tuple(aval.shape), str(aval.dtype), states, collective)
     return list(found.values())
@@ -70,10 +70,34 @@ def _mapped_equations(jaxpr: Any) -> Iterator[Any]:
             yield from body.eqns if eqn.primitive.name == "shard_map" else _mapped_equations(body)
 
 
+def _group_name(topology: Topology, axes: Collection[str]) -> str:
+    """The topology's name for these axes, or the axes themselves where no group has exactly them."""
+    ordered = tuple(a for a in topology.axes if a in axes)
+    named = (name for name in _NAMED if topology.group(name) == ordered)
+    return next(named, ",".join(ordered))
+
+
 def _state(aval: Any, group: tuple[str, ...]) -> str:
     kind = aval.mat
     found = {
-        State.PARTIAL if a in kind.unreduced else State.SHARD if a in kind.varying else State.REPLICA
-        for a in group
+        State.PARTIAL if a in kind.unreduced else State.SHARD if a in kind.varying else State.REPLICA for a in group
     }
     return str(found.pop()) if len(found) == 1 else "mixed"
+
+
+def mermaid(found: list[Stage]) -> str:
+    """A Mermaid flowchart of stages, with the state over (attn_dp, attn_tp) on every arrow."""
+    lines = ["flowchart TB", '    start(["in"])']
+    before = "start"
+    label = ""
+    for number, stage in enumerate(found):
+        node = f"s{number}"
+        name = stage.scope.split("/", 1)[-1]
+        box = f'{{{{"{name}<br/>{stage.collective}"}}}}' if stage.collective else f'["{name}"]'
+        arrow = f'-- "{label}" -->' if label else "-->"
+        lines.append(f"    {before} {arrow} {node}{box}")
+        shape = " x ".join(map(str, stage.shape))
+        states = ", ".join(stage.states[g][0] for g in _GROUPS)
+        before, label = node, f"({states}) {shape}"
+    lines.append(f'    {before} -- "{label}" --> stop(["out"])')
+    return "\n".join(lines)

@@ -39,6 +39,7 @@ def compile_step(
     in_specs: Any,
     out_specs: Any,
     donate_argnums: tuple[int, ...] = (),
+    compiler: Callable[[jax.stages.Lowered], jax.stages.Compiled] | None = None,
 ) -> Step:
     """Traces `fn` under shard_map over the topology's mesh, audits it and compiles it.
 
@@ -48,6 +49,7 @@ def compile_step(
         args: arrays or `jax.ShapeDtypeStruct`s of global shapes, one tree per argument of `fn`.
         in_specs, out_specs: trees of PartitionSpec (prefixes allowed), as for `jax.shard_map`.
         donate_argnums: arguments whose buffers the step may reuse.
+        compiler: compiles the lowered program; None is its own `compile`. `targets.compile_only` for absent GPUs.
 
     Raises:
         StateError: the audit refuses the program, or a verb refused a state while it was traced.
@@ -56,7 +58,7 @@ def compile_step(
     placed = [_placed(arg, spec, topology) for arg, spec in zip(args, in_specs, strict=True)]
     traced = jax.jit(mapped, donate_argnums=donate_argnums).trace(*placed)
     audit(traced)
-    return Step(topology, traced, traced.lower().compile())
+    return Step(topology, traced, compiler(traced.lower()) if compiler else traced.lower().compile())
 
 
 def _placed(arg: Any, spec: Any, topology: Topology) -> Any:

@@ -17,7 +17,7 @@ from typing import Annotated
 import tyro
 
 from models.errors import UserError
-from models.options import BenchOptions, DemoOptions, GenerateOptions, RunOptions, VerifyOptions
+from models.options import BenchOptions, DemoOptions, ExplainOptions, GenerateOptions, RunOptions, VerifyOptions
 from models.startup import prepare_devices
 
 COMMANDS: dict[str, type[RunOptions]] = {
@@ -25,12 +25,14 @@ COMMANDS: dict[str, type[RunOptions]] = {
     "verify": VerifyOptions,
     "generate": GenerateOptions,
     "bench": BenchOptions,
+    "explain": ExplainOptions,
 }
 _COMMAND_LINE = (
     Annotated[DemoOptions, tyro.conf.subcommand("demo")]
     | Annotated[VerifyOptions, tyro.conf.subcommand("verify")]
     | Annotated[GenerateOptions, tyro.conf.subcommand("generate")]
     | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
+    | Annotated[ExplainOptions, tyro.conf.subcommand("explain")]
 )
 
 

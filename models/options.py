@@ -51,20 +51,20 @@ def _is_number_list(value: object) -> bool:
 
 
 _SIZE = PrimitiveConstructorSpec(1, "N", _size, lambda v: isinstance(v, int), lambda v: [str(v)])
-_OPTIONAL_SIZE = PrimitiveConstructorSpec(
-    1, "N", _size, lambda v: v is None or isinstance(v, int), lambda v: [str(v)]
-)
-_NUMBERS = PrimitiveConstructorSpec(
-    1, "N,N,...", _number_list, _is_number_list, lambda v: [",".join(map(str, v))]
-)
+_OPTIONAL_SIZE = PrimitiveConstructorSpec(1, "N", _size, lambda v: v is None or isinstance(v, int), lambda v: [str(v)])
+_NUMBERS = PrimitiveConstructorSpec(1, "N,N,...", _number_list, _is_number_list, lambda v: [",".join(map(str, v))])
 _OPTIONAL_NUMBERS = PrimitiveConstructorSpec(
     1, "N,N,...", _number_list, lambda v: v is None or _is_number_list(v), lambda v: [str(v)]
 )
 _FOLDER = PrimitiveConstructorSpec(1, "FOLDER", _folder, lambda v: isinstance(v, Path), lambda v: [str(v)])
+_OPTIONAL_FOLDER = PrimitiveConstructorSpec(
+    1, "FOLDER", _folder, lambda v: v is None or isinstance(v, Path), lambda v: [str(v)]
+)
 
 Size = Annotated[int, _SIZE]
 OptionalSize = Annotated[int | None, _OPTIONAL_SIZE]
 Folder = Annotated[Path, _FOLDER]
+OptionalFolder = Annotated[Path | None, _OPTIONAL_FOLDER]
 
 
 class TopologySizes(NamedTuple):
@@ -104,8 +104,7 @@ class TopologyOptions:
         world = attn_dp * attn_tp
         if self.devices is not None and world != self.devices:
             raise UserError(
-                f"--attn-dp {attn_dp} times --attn-tp {attn_tp} makes {world} devices, "
-                f"not --devices {self.devices}"
+                f"--attn-dp {attn_dp} times --attn-tp {attn_tp} makes {world} devices, not --devices {self.devices}"
             )
         return TopologySizes(attn_dp, attn_tp, self.moe_ep or world)
 
@@ -131,17 +130,22 @@ class TopologyOptions:
 class RunOptions:
     """What every subcommand takes."""
 
-    topology: OmitArgPrefixes[TopologyOptions] = dataclasses.field(
-        default_factory=TopologyOptions, kw_only=True
+    topology: OmitArgPrefixes[TopologyOptions] = dataclasses.field(default_factory=TopologyOptions, kw_only=True)
+    max_seq_len: Annotated[OptionalSize, arg(help_behavior_hint="(default: the model's positions, at most 4096)")] = (
+        dataclasses.field(default=None, kw_only=True)
     )
-    max_seq_len: Annotated[
-        OptionalSize, arg(help_behavior_hint="(default: the model's positions, at most 4096)")
-    ] = dataclasses.field(default=None, kw_only=True)
     """Cache length: positions that each request can take."""
 
     def check(self) -> None:
         """Raises UserError for options that contradict each other."""
         _ = self.topology.sizes
+
+
+def check_counts(counts: tuple[int, ...] | None, replicas: int) -> None:
+    """Raises UserError unless --requests-per-replica, where given, has one count per replica."""
+    if counts is not None and len(counts) != replicas:
+        given = ",".join(map(str, counts))
+        raise UserError(f"--requests-per-replica {given} must hold one count for each of {replicas} attn_dp replicas")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,12 +192,7 @@ class VerifyOptions(RunOptions):
 
     def check(self) -> None:
         super().check()
-        replicas = self.topology.sizes.attn_dp
-        if self.requests_per_replica is not None and len(self.requests_per_replica) != replicas:
-            given = ",".join(map(str, self.requests_per_replica))
-            raise UserError(
-                f"--requests-per-replica {given} must hold one count for each of {replicas} attn_dp replicas"
-            )
+        check_counts(self.requests_per_replica, self.topology.sizes.attn_dp)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,3 +230,24 @@ class BenchOptions(RunOptions):
     """Decode steps to time."""
     json: bool = False
     """Print the result as JSON."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExplainOptions(RunOptions):
+    """Show which paths a step takes and why, the bytes that predicts, and what the compiled program communicates."""
+
+    checkpoint: Annotated[Positional[OptionalFolder], arg(metavar="[CHECKPOINT]")] = None
+    """folder with config.json; no weights are read; the packaged tiny model if none is given"""
+    paths: OmitArgPrefixes[PathOptions] = dataclasses.field(default_factory=PathOptions, kw_only=True)
+    requests_per_replica: Annotated[
+        Annotated[tuple[int, ...] | None, _OPTIONAL_NUMBERS], arg(help_behavior_hint="(default: one each)")
+    ] = None
+    """Requests that each attn_dp replica holds, such as 2,0,1,1."""
+    target: Literal["cpu", "h100", "h200", "b200"] = "cpu"
+    """Compile for this: the CPU devices here, or GPUs that need not be here."""
+    format: Literal["table", "json", "mermaid"] = "table"
+    """How to print it."""
+
+    def check(self) -> None:
+        super().check()
+        check_counts(self.requests_per_replica, self.topology.sizes.attn_dp)

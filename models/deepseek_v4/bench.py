@@ -6,11 +6,10 @@ import json
 import statistics
 import time
 
-from jaxcoll.topology import Topology
 from models.deepseek_v4 import report
 from models.deepseek_v4.config import Config
-from models.deepseek_v4.decoder import Decoder, Row
-from models.deepseek_v4.requests import cache_length, slots_for, spread
+from models.deepseek_v4.decoder import Row
+from models.deepseek_v4.session import open_session
 from models.options import BenchOptions
 from models.progress import Working
 
@@ -21,21 +20,18 @@ def run(options: BenchOptions) -> int:
     """Runs the command. Raises UserError where the steps do not fit the cache."""
     config = Config.from_folder(options.checkpoint_dir)
     total = WARM_UP + options.steps
-    length = cache_length(config, options.max_seq_len, total, f"a run of {WARM_UP} + {options.steps} steps")
-    topology = Topology(*options.topology.sizes)
-    homes = spread(options.batch, topology.attn_dp)
     with Working() as working:
-        working.stage("loading weights")
-        decoder, _ = Decoder.load(
+        session = open_session(
             options.checkpoint_dir,
-            topology,
-            slots=slots_for(homes),
-            max_seq_len=length,
+            config,
+            options,
+            working,
+            requests=options.batch,
+            positions=total,
+            what=f"a run of {WARM_UP} + {options.steps} steps",
             settings=options.paths.settings(),
-            config=config,
-            progress=working.advance,
         )
-        working.stage("compiling the step")
+        decoder, homes = session.decoder, session.homes
         tokens, times = [i % config.vocab_size for i in range(options.batch)], []
         for position in range(total):
             start = time.perf_counter()
@@ -50,13 +46,13 @@ def run(options: BenchOptions) -> int:
         "batch": options.batch,
         "steps": options.steps,
         "compiles": decoder.compiles,
-        "topology": report.topology_json(topology),
+        "topology": report.topology_json(decoder.topology),
     }
     if options.json:
         print(json.dumps(result))
     else:
         print(
             f"{result['ms_per_step']} ms per step (median of {options.steps}), {result['tokens_per_s']} tokens/s, "
-            f"batch {options.batch} on {topology.world} devices"
+            f"batch {options.batch} on {decoder.topology.world} devices"
         )
     return 0

@@ -10,19 +10,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from jaxcoll.linear import partition_specs
 from jaxcoll.plan import LayerPlan, plan_layer
 from jaxcoll.settings import Settings
-from jaxcoll.step import Step, compile_step
+from jaxcoll.step import Step
 from jaxcoll.topology import Topology
 from models.deepseek_v4 import params
 from models.deepseek_v4.cache import cache_shapes
 from models.deepseek_v4.checkpoint import LoadReport
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.model import DeepSeekV4
+from models.deepseek_v4.program import compile_decode
 from models.errors import UserError
 
 DEFAULT_MAX_SEQ_LEN = 4096
@@ -144,7 +143,7 @@ class Decoder:
             room=room,
         )
         if plan.program not in self.steps:
-            self.steps[plan.program] = self._compile(plan)
+            self.steps[plan.program] = compile_decode(self.model, plan, self.parameters, self.caches, self.results)
             self.plans.append(plan)
         return plan
 
@@ -179,31 +178,6 @@ class Decoder:
         if (row.replica, row.slot) in seen:
             raise UserError(f"slot {row.slot} of replica {row.replica} is named by two rows of one step")
         seen.add((row.replica, row.slot))
-
-    def _compile(self, plan: LayerPlan) -> Step:
-        graph, state = nnx.split(self.model)
-        results = self.results
-
-        def step(parameters: dict, caches: Any, batch: jax.Array, counts: jax.Array) -> tuple[Any, dict]:
-            loaded = jax.tree.map(lambda leaf: leaf, state)
-            nnx.replace_by_pure_dict(loaded, parameters)
-            caches, seen = nnx.merge(graph, loaded)(batch[0], counts, caches, plan)
-            return caches, {name: seen[name] for name in results}
-
-        by_replica = P(self.topology.group("attn_dp"))
-        replicas, size = self.topology.attn_dp, plan.rows.rows
-        batch = jax.ShapeDtypeStruct((replicas, size, 3), jnp.int32)
-        counts = jax.ShapeDtypeStruct((replicas,), jnp.int32)
-        precision = "highest" if self.config.torch_dtype == "float32" else None
-        with jax.default_matmul_precision(precision):
-            return compile_step(
-                step,
-                self.topology,
-                (self.parameters, self.caches, batch, counts),
-                in_specs=(partition_specs(self.model), by_replica, by_replica, P()),
-                out_specs=(by_replica, by_replica),
-                donate_argnums=(1,),
-            )
 
     def _empty_caches(self) -> Any:
         shapes = cache_shapes(self.config, self.slots * self.topology.attn_dp, self.max_seq_len)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from importlib.resources import as_file, files
+from pathlib import Path
 
 from rich.console import Console
 
@@ -11,7 +13,7 @@ from jaxcoll.topology import GroupName, Topology
 from models.deepseek_v4 import report
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.decoder import TRACE, Decoder
-from models.deepseek_v4.requests import cache_length, slots_for, spread
+from models.deepseek_v4.session import open_session
 from models.deepseek_v4.trace import Trace
 from models.deepseek_v4.verify import compare
 from models.options import DemoOptions
@@ -25,27 +27,29 @@ SHARD:   each rank holds a part of its own (over attn_dp: its own requests)
 PARTIAL: each rank holds one addend, and only the sum is the tensor"""
 
 
+def packaged_model() -> AbstractContextManager[Path]:
+    """The folder of the tiny model that ships with this package, for as long as the context lasts."""
+    return as_file(files("models.deepseek_v4") / "demo_model")
+
+
 def run(options: DemoOptions) -> int:
     """Runs the command; 0 if the result equals the golden trace, 1 if not."""
     console = Console(highlight=False)
-    topology = Topology(*options.topology.sizes)
-    with as_file(files("models.deepseek_v4") / "demo_model") as folder, Working() as working:
+    with packaged_model() as folder, Working() as working:
         config = Config.from_folder(folder)
         trace = Trace.load(folder, config)
-        homes = spread(len(trace.input_ids), topology.attn_dp)
-        positions = trace.input_ids.shape[1] + trace.greedy_ids.shape[1] - 1
-        length = cache_length(config, options.max_seq_len, positions, "the trace")
-        working.stage("loading weights")
-        decoder, _ = Decoder.load(
+        session = open_session(
             folder,
-            topology,
-            slots=slots_for(homes),
-            max_seq_len=length,
+            config,
+            options,
+            working,
+            requests=len(trace.input_ids),
+            positions=trace.steps,
+            what="the trace",
             results=TRACE,
-            config=config,
-            progress=working.advance,
         )
-        outcome = compare(decoder, trace, homes, working)
+        outcome = compare(session.decoder, trace, session.homes, working)
+    decoder, homes, topology = session.decoder, session.homes, session.decoder.topology
     console.print(
         f"A tiny DeepSeek-V4 ({config.num_hidden_layers} layers, {config.n_routed_experts} experts) decodes "
         f"{len(homes)} requests together on\n{report.topology_line(report.topology_json(topology))}"

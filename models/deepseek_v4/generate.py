@@ -6,11 +6,10 @@ import json
 import sys
 from collections.abc import Sequence
 
-from jaxcoll.topology import Topology
-from models.deepseek_v4 import report
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.decoder import Decoder, Row
-from models.deepseek_v4.requests import Home, cache_length, slots_for, spread
+from models.deepseek_v4.requests import Home
+from models.deepseek_v4.session import open_session
 from models.errors import UserError
 from models.options import GenerateOptions
 from models.progress import Working
@@ -21,24 +20,20 @@ def run(options: GenerateOptions) -> int:
     config = Config.from_folder(options.checkpoint_dir)
     check_prompts(options.prompt_ids, config.vocab_size)
     longest = max(map(len, options.prompt_ids)) + options.max_new_tokens - 1
-    length = cache_length(config, options.max_seq_len, longest, "the longest prompt with its new tokens")
-    topology = Topology(*options.topology.sizes)
-    homes = spread(len(options.prompt_ids), topology.attn_dp)
     with Working() as working:
-        working.stage("loading weights")
-        decoder, loaded = Decoder.load(
+        session = open_session(
             options.checkpoint_dir,
-            topology,
-            slots=slots_for(homes),
-            max_seq_len=length,
+            config,
+            options,
+            working,
+            requests=len(options.prompt_ids),
+            positions=longest,
+            what="the longest prompt with its new tokens",
             settings=options.paths.settings(),
-            config=config,
-            progress=working.advance,
         )
-        working.stage("compiling the step")
         stop = () if options.ignore_eos else _stop_ids(config)
-        generated = generate(decoder, options.prompt_ids, homes, options.max_new_tokens, stop, working)
-    for note in report.ignored_notes(config, loaded.ignored):
+        generated = generate(session.decoder, options.prompt_ids, session.homes, options.max_new_tokens, stop, working)
+    for note in session.notes:
         print(f"jaxcoll: {note}", file=sys.stderr)
     if options.json:
         print(json.dumps({"generated": generated}))
@@ -69,11 +64,11 @@ def generate(
     Returns:
         New ids per prompt, in prompt order.
     """
+    room = [sum(home[0] == r for home in homes) for r in range(decoder.topology.attn_dp)]
     new: list[list[int]] = [[] for _ in prompts]
     fed = [0] * len(prompts)
     steps, most = 0, max(map(len, prompts)) + max_new_tokens - 1
     going = list(range(len(prompts)))
-    room = [sum(home[0] == r for home in homes) for r in range(decoder.topology.attn_dp)]
     while going:
         text = {i: (prompts[i][fed[i]] if fed[i] < len(prompts[i]) else new[i][-1]) for i in going}
         following = decoder.next_tokens([Row(text[i], fed[i], *homes[i]) for i in going], room)

@@ -79,7 +79,8 @@ def verdict(outcome: Mapping[str, Any]) -> str:
         f"allowed {outcome['tolerance']:g}\n"
         f"{_count(outcome['steps'], 'step')}, {_count(outcome['compiles'], 'compiled program')}; "
         f"greedy ids {'match' if outcome['greedy_match'] else 'DIFFER'}; "
-        f"{_count(outcome['topk_mismatches'], 'expert choice')} {'differs' if outcome['topk_mismatches'] == 1 else 'differ'}"
+        f"{_count(outcome['topk_mismatches'], 'expert choice')} "
+        f"{'differs' if outcome['topk_mismatches'] == 1 else 'differ'}"
     )
 
 

@@ -36,6 +36,11 @@ class Trace:
     values: dict[str, np.ndarray]
     topk_ids: list[np.ndarray]
 
+    @property
+    def steps(self) -> int:
+        """Decode steps that feed the input ids and every greedy id but the last."""
+        return self.input_ids.shape[1] + self.greedy_ids.shape[1] - 1
+
     @classmethod
     def load(cls, folder: Path, config: Config) -> Trace:
         """Reads and checks `folder`/trace.safetensors.

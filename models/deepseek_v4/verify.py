@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from jaxcoll.topology import Topology
 from models.deepseek_v4 import report
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.decoder import TRACE, Decoder, Row
-from models.deepseek_v4.requests import Home, cache_length, slots_for, spread
+from models.deepseek_v4.requests import Home, spread
+from models.deepseek_v4.session import open_session
 from models.deepseek_v4.trace import Trace
 from models.options import VerifyOptions
 from models.progress import Working
@@ -43,27 +43,25 @@ def verify(options: VerifyOptions, working: Working) -> tuple[dict[str, Any], li
     """Decodes and compares; returns the JSON's content and notes about what was ignored."""
     config = Config.from_folder(options.fixture)
     trace = Trace.load(options.fixture, config)
-    topology = Topology(*options.topology.sizes)
-    homes = spread(len(trace.input_ids), topology.attn_dp, options.requests_per_replica)
-    positions = trace.input_ids.shape[1] + trace.greedy_ids.shape[1] - 1
-    length = cache_length(config, options.max_seq_len, positions, "the trace")
-    working.stage("loading weights")
-    decoder, loaded = Decoder.load(
+    session = open_session(
         options.fixture,
-        topology,
-        slots=slots_for(homes),
-        max_seq_len=length,
-        results=TRACE,
+        config,
+        options,
+        working,
+        requests=len(trace.input_ids),
+        positions=trace.steps,
+        what="the trace",
+        counts=options.requests_per_replica,
         settings=options.paths.settings(),
-        config=config,
-        progress=working.advance,
+        results=TRACE,
     )
-    result = compare(decoder, trace, homes, working) | {
-        "topology": report.topology_json(topology),
+    decoder = session.decoder
+    result = compare(decoder, trace, session.homes, working) | {
+        "topology": report.topology_json(decoder.topology),
         "plan": report.plan_json(decoder.plans[0]),
         "collectives": report.collectives_json(decoder.steps.values()),
     }
-    return result, report.ignored_notes(config, loaded.ignored)
+    return result, session.notes
 
 
 def compare(decoder: Decoder, trace: Trace, homes: Sequence[Home], working: Working) -> dict[str, Any]:
@@ -75,7 +73,7 @@ def compare(decoder: Decoder, trace: Trace, homes: Sequence[Home], working: Work
     working.stage("compiling the step")
     errors = dict.fromkeys(trace.values, 0.0)
     mismatches, steps = 0, 0
-    total = trace.input_ids.shape[1] + trace.greedy_ids.shape[1] - 1
+    total = trace.steps
     generated: list[np.ndarray] = []
     tokens = trace.input_ids[:, 0]
     for position in range(total):

@@ -1,0 +1,79 @@
+"""The decode step as one compiled program, for a mesh at hand or for GPUs that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from jaxcoll import cost
+from jaxcoll.linear import partition_specs
+from jaxcoll.plan import LayerPlan
+from jaxcoll.step import Step, compile_step
+from models.deepseek_v4.model import DeepSeekV4
+
+
+def abstract_parameters(model: DeepSeekV4) -> dict:
+    """The tree of a model's parameters as shapes, where nothing is loaded."""
+    return nnx.to_pure_dict(nnx.split(model)[1])
+
+
+def compile_decode(
+    model: DeepSeekV4,
+    plan: LayerPlan,
+    parameters: dict,
+    caches: Any,
+    results: Sequence[str],
+    compiler: Callable[[jax.stages.Lowered], jax.stages.Compiled] | None = None,
+) -> Step:
+    """Compiles step(parameters, caches, batch [attn_dp, M, 3], counts [attn_dp]) -> (caches, results).
+
+    Args:
+        model: whose split gives the step's shape.
+        plan: paths and static shapes.
+        parameters, caches: arrays or shapes; the caches' buffers are reused.
+        results: which of the model's outputs are returned.
+        compiler: see `compile_step`.
+
+    Raises:
+        StateError: the audit refuses the program.
+    """
+    graph, state = nnx.split(model)
+    topology = model.topology
+
+    def step(parameters: dict, caches: Any, batch: jax.Array, counts: jax.Array) -> tuple[Any, dict]:
+        loaded = jax.tree.map(lambda leaf: leaf, state)
+        nnx.replace_by_pure_dict(loaded, parameters)
+        caches, seen = nnx.merge(graph, loaded)(batch[0], counts, caches, plan)
+        return caches, {name: seen[name] for name in results}
+
+    by_replica = P(topology.group("attn_dp"))
+    batch = jax.ShapeDtypeStruct((topology.attn_dp, plan.rows.rows, 3), jnp.int32)
+    counts = jax.ShapeDtypeStruct((topology.attn_dp,), jnp.int32)
+    with jax.default_matmul_precision("highest" if model.config.torch_dtype == "float32" else None):
+        return compile_step(
+            step,
+            topology,
+            (parameters, caches, batch, counts),
+            in_specs=(partition_specs(model), by_replica, by_replica, P()),
+            out_specs=(by_replica, by_replica),
+            donate_argnums=(1,),
+            compiler=compiler,
+        )
+
+
+def predicted_transfers(model: DeepSeekV4, plan: LayerPlan) -> list[cost.Transfer]:
+    """What one decode step communicates by its plan and its sizes, dense transport."""
+    config, topology = model.config, model.topology
+    row = config.hidden_size * jnp.dtype(config.torch_dtype).itemsize
+    found = cost.gather_transfers(topology, plan, 4, "ids")
+    for _ in range(config.num_hidden_layers):
+        found += cost.attention_transfers(topology, plan, row)
+        found += cost.gather_transfers(topology, plan, row)
+        found += cost.combine_transfers(topology, plan, row)
+    vocabulary = model.head.weight.shape[0] * 4  # logits are float32
+    return found + cost.head_transfers(topology, plan, row, vocabulary)

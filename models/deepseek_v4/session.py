@@ -1,0 +1,81 @@
+"""A checkpoint opened for a set of requests: what every command does before it decodes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxcoll.plan import plan_layer
+from jaxcoll.settings import Settings
+from jaxcoll.topology import Topology
+from models.deepseek_v4 import report
+from models.deepseek_v4.config import Config
+from models.deepseek_v4.decoder import RESULTS, Decoder
+from models.deepseek_v4.requests import Home, cache_length, slots_for, spread
+from models.options import RunOptions
+from models.progress import Working
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """A loaded decoder with a home for every request.
+
+    Attributes:
+        decoder: on the mesh that the options ask for.
+        homes: replica and slot of each request, in request order.
+        notes: sentences about what the checkpoint holds and this model does not run.
+    """
+
+    decoder: Decoder
+    homes: list[Home]
+    notes: list[str]
+
+
+def open_session(
+    folder: Path,
+    config: Config,
+    options: RunOptions,
+    working: Working,
+    *,
+    requests: int,
+    positions: int,
+    what: str,
+    counts: Sequence[int] | None = None,
+    settings: Settings | None = None,
+    results: Sequence[str] = RESULTS,
+) -> Session:
+    """Loads a checkpoint for `requests` requests; everything that can be refused is refused before weights are read.
+
+    Args:
+        folder, config: the checkpoint.
+        options: topology and cache length.
+        working: shows progress.
+        requests: how many.
+        positions: that the longest of them takes; `what` names it in an error.
+        counts: requests per replica; None spreads them evenly.
+        settings: choices of the paths; None reads the environment.
+        results: see `Decoder`.
+
+    Raises:
+        UserError, TopologyError, PlanError, SettingsError: what was asked for cannot be done, with the reason.
+    """
+    topology = Topology(*options.topology.sizes)
+    homes = spread(requests, topology.attn_dp, counts)
+    room = tuple(sum(replica == r for replica, _ in homes) for r in range(topology.attn_dp))
+    length = cache_length(config, options.max_seq_len, positions, what)
+    settings = settings or Settings.from_environment()
+    plan_layer(topology, room, settings, shared_width=config.moe_intermediate_size)
+    working.stage("loading weights")
+    decoder, loaded = Decoder.load(
+        folder,
+        topology,
+        slots=slots_for(homes),
+        max_seq_len=length,
+        results=results,
+        settings=settings,
+        config=config,
+        progress=working.advance,
+    )
+    working.stage("compiling the step and decoding")
+    return Session(decoder, homes, report.ignored_notes(config, loaded.ignored))
