@@ -22,7 +22,7 @@ Head = Literal["attn_tp", "world"]
 
 
 class PlanError(ValueError):
-    """A named path that cannot exist here; the message says why."""
+    """A plan that cannot exist here; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,23 +120,16 @@ def plan_layer(
             program by keeping its room. None is the counts.
 
     Raises:
-        PlanError: a named path is impossible here.
-        ValueError: a count beyond its room.
+        PlanError: a named path is impossible here, or no replica holds a row.
+        ValueError: not one count per replica, or a count beyond its room.
     """
     settings = settings or Settings()
-    roomy = counts if room is None else room
-    if any(count > space for count, space in zip(counts, roomy, strict=True)):
-        raise ValueError(f"counts {list(counts)} do not fit the room {list(roomy)} planned for them")
+    roomy = _checked_room(topology, counts, room)
     ruled = plan_rows(roomy, topology.attn_tp, facts=facts, bucketed=True)
-    gather, why_gather = _choose_gather(topology, ruled, settings)
+    gather, why_gather = _choose_gather(topology, ruled, settings, elastic=facts is not None and facts.elastic)
     combine, why_combine = _choose_combine(topology, settings, gather)
     shared, why_shared = choose_shared_expert(topology, settings, shared_width)
-    mode = "max_len" if gather in ("max_len", "none") else "sum_len"
-    shapes = plan_rows(roomy, topology.attn_tp, mode=mode, bucketed=True)
-    exact = plan_rows(counts, topology.attn_tp, mode=mode)
-    rows = dataclasses.replace(exact, reason=why_gather, rows=shapes.rows, total=shapes.total)
-    if mode == "max_len":
-        rows = dataclasses.replace(rows, starts=shapes.starts)
+    rows = _rows_in_room(topology, counts, roomy, gather, why_gather)
     hand_overs = (
         _attention(topology),
         _gather_hand_over(topology, gather, why_gather, settings),
@@ -147,7 +140,30 @@ def plan_layer(
     return LayerPlan(gather, combine, shared, settings.head, rows, settings.mask_dp_pad, hand_overs)
 
 
-def _choose_gather(topology: Topology, rows: RowPlan, settings: Settings) -> tuple[Gather, str]:
+def _rows_in_room(
+    topology: Topology, counts: Sequence[int], room: Sequence[int], gather: Gather, reason: str
+) -> RowPlan:
+    """The rows of `counts` in the static shapes of `room`."""
+    mode = "max_len" if gather in ("max_len", "none") else "sum_len"
+    shapes = plan_rows(room, topology.attn_tp, mode=mode, bucketed=True)
+    exact = plan_rows(counts, topology.attn_tp, mode=mode)
+    starts = shapes.starts if mode == "max_len" else exact.starts
+    return dataclasses.replace(exact, reason=reason, rows=shapes.rows, total=shapes.total, starts=starts)
+
+
+def _checked_room(topology: Topology, counts: Sequence[int], room: Sequence[int] | None) -> Sequence[int]:
+    for name, given in (("counts", counts), ("room", counts if room is None else room)):
+        if len(given) != topology.attn_dp:
+            raise ValueError(f"{name} {list(given)} must be one per replica: attn_dp is {topology.attn_dp}")
+    if not any(counts):
+        raise PlanError("no replica holds a row, so nobody runs: a plan needs at least one row")
+    roomy = counts if room is None else room
+    if any(count > space for count, space in zip(counts, roomy, strict=True)):
+        raise ValueError(f"counts {list(counts)} do not fit the room {list(roomy)} planned for them")
+    return roomy
+
+
+def _choose_gather(topology: Topology, rows: RowPlan, settings: Settings, *, elastic: bool) -> tuple[Gather, str]:
     if settings.gather != "auto":
         if why := gather_impossible(settings.gather, topology):
             raise PlanError(f"gather {settings.gather} is impossible here because {why}")
@@ -158,7 +174,7 @@ def _choose_gather(topology: Topology, rows: RowPlan, settings: Settings) -> tup
         return "none", "there is one replica, whose rows every rank holds already"
     if rows.mode == "max_len":
         return "max_len", rows.reason
-    if settings.use_gatherv and topology.attn_tp == 1:
+    if settings.use_gatherv and topology.attn_tp == 1 and not elastic:
         return "gather_v", f"use_gatherv is on and attn_tp is 1; {rows.reason}"
     return "sum_len", rows.reason
 
@@ -174,7 +190,7 @@ def _choose_combine(topology: Topology, settings: Settings, gather: Gather) -> t
         return "reduce_scatter_v", "attn_tp is 1 and every replica owns its own experts (attn_dp = moe_ep > 1)"
     if gather == "gather_v" and settings.use_gatherv:
         return "reduce_scatter_v", "rows came by gather_v, and chunks by count go back the same way"
-    if settings.reduce_scatter_allowed() and gather == "max_len" and topology.attn_tp == 1:
+    if gather == "max_len" and topology.attn_tp == 1 and settings.reduce_scatter_allowed():
         return "reduce_scatter", "use_reduce_scatter is on, slots are equal and attn_tp is 1"
     return "all_reduce", "no rule asks for a reduce_scatter here"
 
@@ -204,10 +220,13 @@ def _attention(topology: Topology) -> HandOver:
 
 
 def _gather_collectives(topology: Topology, path: Gather) -> tuple[tuple[str, str], ...]:
-    if path == "none":
+    if path == "none" or topology.world == 1:
         return ()
-    verb = {"gather_v": "all_gather_v", "sum_len": "all_reduce", "max_len": "all_gather"}[path]
-    return ((verb, "world"),) if topology.world > 1 else ()
+    return {
+        "gather_v": (("all_gather_v", "attn_dp"),),  # attn_tp is 1: the same ranks as the world
+        "sum_len": (("all_reduce", "world"),),
+        "max_len": (("all_gather", "world"),),
+    }[path]
 
 
 def _gather_hand_over(topology: Topology, path: Gather, reason: str, settings: Settings) -> HandOver:
@@ -218,8 +237,8 @@ def _gather_hand_over(topology: Topology, path: Gather, reason: str, settings: S
         why = gather_impossible(other, topology)
         if why is None and settings.gather != "auto":
             others.append(Alternative(other, False, f"{path} was asked for by name"))
-        elif why is None and other == "gather_v" and not settings.use_gatherv:
-            others.append(Alternative(other, False, "use_gatherv is off"))
+        elif why is None and other == "gather_v" and path == "sum_len" and not settings.use_gatherv:
+            others.append(Alternative(other, False, f"use_gatherv is off; {reason}"))
         else:
             others.append(Alternative(other, why is not None, why or reason))
     return HandOver(

@@ -123,3 +123,9 @@ def test_importing_jaxcoll_starts_nothing():
         words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert (shown.returncode, shown.stdout, shown.stderr) == (0, "[]\n", "")
+
+
+def test_partial_sums_are_declared_only_where_they_are_made():
+    allowed = {"jaxcoll/collectives.py", "jaxcoll/ragged.py", "jaxcoll/dispatch.py", "models/deepseek_v4/moe.py"}
+    found = {name_of(path) for path in sources(*STREET) if "declare_partial(" in path.read_text()}
+    assert found <= allowed

@@ -273,20 +273,22 @@ def load_parameters(
         ignored = _check_tensors(checkpoint, specs, ignore)
         shards = {name: _shards(spec) for name, spec in specs.items()}
         total = sum(_bytes(checkpoint, specs[name], bounds) for name in specs for bounds in shards[name])
-
-        def load(name: str) -> jax.Array:
-            spec, arrays = specs[name], []
+        parameters = {}
+        for name, spec in specs.items():
+            arrays = []
             for bounds, places in shards[name].items():
-                value = _read_shard(checkpoint, spec, bounds)
-                # The host's copy of a shard goes before the next one is read.
-                arrays += jax.block_until_ready([jax.device_put(value, place) for place in places])
-                del value
+                arrays += _place(_read_shard(checkpoint, spec, bounds), places)
                 advance(checkpoint.read_bytes, total)
-            return jax.make_array_from_single_device_arrays(spec.shape, spec.sharding, arrays, dtype=spec.dtype)
-
-        parameters = {name: load(name) for name in specs}
+            parameters[name] = jax.make_array_from_single_device_arrays(
+                spec.shape, spec.sharding, arrays, dtype=spec.dtype
+            )
     used = len(checkpoint.tensors) - len(ignored)
     return parameters, LoadReport(used, ignored, checkpoint.read_bytes)
+
+
+def _place(value: np.ndarray, places: list[SingleDeviceSharding]) -> list[jax.Array]:
+    """Waits for the copies, so that the host's own goes before the next shard is read."""
+    return jax.block_until_ready([jax.device_put(value, place) for place in places])
 
 
 def _check_tensors(

@@ -14,7 +14,7 @@ from rich.table import Table
 from jaxcoll import cost, hlo
 from jaxcoll.explain import mermaid, stages
 from jaxcoll.plan import LayerPlan, plan_layer, plan_records
-from jaxcoll.targets import compile_only, gpu_devices
+from jaxcoll.targets import TargetError, compile_only, gpu_devices
 from jaxcoll.topology import Topology
 from models.deepseek_v4.cache import cache_shapes
 from models.deepseek_v4.config import Config
@@ -22,6 +22,7 @@ from models.deepseek_v4.demo import packaged_model
 from models.deepseek_v4.model import DeepSeekV4
 from models.deepseek_v4.program import abstract_parameters, compile_decode, predicted_transfers
 from models.deepseek_v4.requests import cache_length
+from models.errors import UserError
 from models.options import ExplainOptions
 from models.progress import Working
 
@@ -29,15 +30,16 @@ GPUS_PER_HOST = 8
 
 
 def run(options: ExplainOptions) -> int:
-    """Runs the command. Raises UserError for an impossible plan or an unknown target."""
+    """Runs the command.
+
+    Raises:
+        UserError: no compiler for the target, or a step that nobody would run.
+        PlanError: a named path is impossible for these counts.
+    """
     with contextlib.nullcontext(options.checkpoint) if options.checkpoint else packaged_model() as folder:
         config = Config.from_folder(folder)
     sizes = options.topology.sizes
-    devices = None
-    if options.target != "cpu":
-        per_host = min(sizes.world, GPUS_PER_HOST)
-        devices = gpu_devices(options.target, -(-sizes.world // per_host), per_host)[: sizes.world]
-    topology = Topology(*sizes, devices=devices)
+    topology = Topology(*sizes, devices=_devices(options))
     counts = options.requests_per_replica or (1,) * topology.attn_dp
     settings = options.paths.settings()
     plan = plan_layer(topology, counts, settings, shared_width=config.moe_intermediate_size)
@@ -59,23 +61,45 @@ def run(options: ExplainOptions) -> int:
     return 0
 
 
+def _devices(options: ExplainOptions) -> tuple[Any, ...] | None:
+    """Compile-only GPUs for a GPU target; None is the CPU's own devices."""
+    if options.target == "cpu":
+        return None
+    world = options.topology.sizes.world
+    per_host = min(world, GPUS_PER_HOST)
+    try:
+        return gpu_devices(options.target, -(-world // per_host), per_host)[:world]
+    except TargetError as error:
+        raise UserError(str(error)) from error
+
+
 def _record(plan: LayerPlan, found: list[hlo.Collective], predicted: list[cost.Transfer]) -> dict[str, Any]:
     return {
         "plan": plan_records(plan),
         "collectives": hlo.summary(found),
-        "totals": {"predicted": _totals(cost.totals(predicted)), "compiled": _totals(hlo.totals(found))},
+        "totals": {
+            "predicted": _totals(cost.totals(predicted)),
+            "compiled": _totals(hlo.totals(found)),
+            "wire_bytes_from_counts": {
+                _name(key): round(count, 3) for key, count in sorted(cost.totals_from_counts(predicted).items())
+            },
+        },
     }
+
+
+def _name(key: tuple[hlo.Kind, str]) -> str:
+    return f"{key[0]} over {key[1]}"
 
 
 def _totals(totals: dict[tuple[hlo.Kind, str], hlo.Totals]) -> dict[str, dict[str, float]]:
     """Per "kind over group": bytes per device. Counts are left out: XLA merges instructions."""
     return {
-        f"{kind} over {group}": {
+        _name(key): {
             "operand_bytes": t.operand_bytes,
             "result_bytes": t.result_bytes,
             "wire_bytes": round(t.wire_bytes, 3),
         }
-        for (kind, group), t in sorted(totals.items())
+        for key, t in sorted(totals.items())
     }
 
 
@@ -88,12 +112,14 @@ def _show(plan: LayerPlan, record: dict[str, Any]) -> None:
         for line in (f"because {h.reason}", *map(str, h.others)):
             console.print(Padding(line, (0, 0, 0, 4)))
     totals = Table(title="\nBytes of one step per device", title_justify="left", box=box.SIMPLE)
-    for column in ("collective", "predicted wire_bytes", "compiled wire_bytes", "compiled operand_bytes"):
-        totals.add_column(column, justify="left" if column == "collective" else "right")
-    predicted, compiled = record["totals"]["predicted"], record["totals"]["compiled"]
+    totals.add_column("collective", overflow="fold")
+    for kind in ("predicted wire_bytes", "compiled wire_bytes", "compiled operand_bytes", "wire_bytes from counts"):
+        totals.add_column(kind, justify="right")
+    predicted, compiled, counted = (record["totals"][k] for k in ("predicted", "compiled", "wire_bytes_from_counts"))
     for name in sorted(predicted | compiled):
         told, real = predicted.get(name, {}), compiled.get(name, {})
-        totals.add_row(name, _number(told, "wire_bytes"), _number(real, "wire_bytes"), _number(real, "operand_bytes"))
+        numbers = (_number(told, "wire_bytes"), _number(real, "wire_bytes"), _number(real, "operand_bytes"))
+        totals.add_row(name, *numbers, _number(counted, name))
     console.print(totals)
 
 

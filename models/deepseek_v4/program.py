@@ -42,21 +42,13 @@ def compile_decode(
     Raises:
         StateError: the audit refuses the program.
     """
-    graph, state = nnx.split(model)
     topology = model.topology
-
-    def step(parameters: dict, caches: Any, batch: jax.Array, counts: jax.Array) -> tuple[Any, dict]:
-        loaded = jax.tree.map(lambda leaf: leaf, state)
-        nnx.replace_by_pure_dict(loaded, parameters)
-        caches, seen = nnx.merge(graph, loaded)(batch[0], counts, caches, plan)
-        return caches, {name: seen[name] for name in results}
-
     by_replica = P(topology.group("attn_dp"))
     batch = jax.ShapeDtypeStruct((topology.attn_dp, plan.rows.rows, 3), jnp.int32)
     counts = jax.ShapeDtypeStruct((topology.attn_dp,), jnp.int32)
     with jax.default_matmul_precision("highest" if model.config.torch_dtype == "float32" else None):
         return compile_step(
-            step,
+            _pure_step(model, plan, results),
             topology,
             (parameters, caches, batch, counts),
             in_specs=(partition_specs(model), by_replica, by_replica, P()),
@@ -66,8 +58,21 @@ def compile_decode(
         )
 
 
+def _pure_step(model: DeepSeekV4, plan: LayerPlan, results: Sequence[str]) -> Callable:
+    """The model's call as a pure function of its split state, per rank."""
+    graph, state = nnx.split(model)
+
+    def step(parameters: dict, caches: Any, batch: jax.Array, counts: jax.Array) -> tuple[Any, dict]:
+        loaded = jax.tree.map(lambda leaf: leaf, state)
+        nnx.replace_by_pure_dict(loaded, parameters)
+        caches, seen = nnx.merge(graph, loaded)(batch[0], counts, caches, plan)
+        return caches, {name: seen[name] for name in results}
+
+    return step
+
+
 def predicted_transfers(model: DeepSeekV4, plan: LayerPlan) -> list[cost.Transfer]:
-    """What one decode step communicates by its plan and its sizes, dense transport."""
+    """What one decode step communicates by its plan and its sizes, with the transport of the model's devices."""
     config, topology = model.config, model.topology
     row = config.hidden_size * jnp.dtype(config.torch_dtype).itemsize
     found = cost.gather_transfers(topology, plan, 4, "ids")

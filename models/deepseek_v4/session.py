@@ -45,20 +45,16 @@ def open_session(
     settings: Settings | None = None,
     results: Sequence[str] = RESULTS,
 ) -> Session:
-    """Loads a checkpoint for `requests` requests; everything that can be refused is refused before weights are read.
+    """Loads a checkpoint for `requests` requests; what can be refused is refused before weights are read.
 
     Args:
         folder, config: the checkpoint.
         options: topology and cache length.
-        working: shows progress.
-        requests: how many.
-        positions: that the longest of them takes; `what` names it in an error.
+        requests, positions: how many, and what the longest takes; `what` names it in an error.
         counts: requests per replica; None spreads them evenly.
-        settings: choices of the paths; None reads the environment.
-        results: see `Decoder`.
 
     Raises:
-        UserError, TopologyError, PlanError, SettingsError: what was asked for cannot be done, with the reason.
+        UserError, TopologyError, PlanError, SettingsError: with the reason.
     """
     topology = Topology(*options.topology.sizes)
     homes = spread(requests, topology.attn_dp, counts)
@@ -67,15 +63,7 @@ def open_session(
     settings = settings or Settings.from_environment()
     plan_layer(topology, room, settings, shared_width=config.moe_intermediate_size)
     working.stage("loading weights")
-    decoder, loaded = Decoder.load(
-        folder,
-        topology,
-        slots=slots_for(homes),
-        max_seq_len=length,
-        results=results,
-        settings=settings,
-        config=config,
-        progress=working.advance,
-    )
-    working.stage("compiling the step and decoding")
+    kept = {"slots": slots_for(homes), "max_seq_len": length, "results": results, "settings": settings}
+    decoder, loaded = Decoder.load(folder, topology, config=config, progress=working.advance, **kept)
+    working.stage("compiling the step")
     return Session(decoder, homes, report.ignored_notes(config, loaded.ignored))

@@ -70,7 +70,6 @@ def compare(decoder: Decoder, trace: Trace, homes: Sequence[Home], working: Work
     Returns:
         `verify`'s JSON up to `compiles`; a difference that is not finite is None, because JSON has no NaN.
     """
-    working.stage("compiling the step")
     errors = dict.fromkeys(trace.values, 0.0)
     mismatches, steps = 0, 0
     total = trace.steps
