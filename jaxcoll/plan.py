@@ -12,13 +12,16 @@ from typing import Any, Literal, get_args
 
 from jaxcoll.combine import Way, combine_impossible
 from jaxcoll.gather import gather_impossible
+from jaxcoll.level import Mode
 from jaxcoll.rows import GatherMode, RowPlan, StepFacts, plan_rows
 from jaxcoll.settings import Settings
 from jaxcoll.topology import Topology
+from jaxcoll.wire import WireChoice
 
 Gather = GatherMode | Literal["none"]
 SharedExpert = Literal["sharded", "replicated", "replicated_local"]
 Head = Literal["attn_tp", "world"]
+Backend = Literal["gather", "all_to_all"]
 
 
 class PlanError(ValueError):
@@ -42,7 +45,7 @@ class HandOver:
     """One hand-over of a layer.
 
     Attributes:
-        name: attention, gather, combine, shared_expert or head.
+        name: attention, gather or dispatch, combine, shared_expert or head.
         path: what runs.
         collectives: verb and group of each collective, in order.
         before, after: states over (attn_dp, attn_tp).
@@ -62,23 +65,38 @@ class HandOver:
 
 
 @dataclasses.dataclass(frozen=True)
+class Exchange:
+    """How an all-to-all carries rows: see `dispatch.DispatchSpec`."""
+
+    mode: Mode
+    wire: WireChoice
+
+
+@dataclasses.dataclass(frozen=True)
 class LayerPlan:
     """How every MoE layer of a step moves its rows, and its head.
 
     Attributes:
-        gather, combine, shared_expert, head: the chosen paths.
+        gather, combine, shared_expert, head: the chosen paths; an all-to-all needs no gather, and brings complete
+            rows home.
+        backend: what brings rows to the experts; `exchange` says how an all-to-all does.
         rows: where every replica's rows lie; its bucket gives the static shapes.
         mask_dp_pad: padding rows are no expert's.
         hand_overs: all of them, explained.
     """
 
     gather: Gather
-    combine: Way
+    combine: Way | Literal["all_to_all"]
     shared_expert: SharedExpert
     head: Head
     rows: RowPlan
     mask_dp_pad: bool
     hand_overs: tuple[HandOver, ...]
+    exchange: Exchange | None = None
+
+    @property
+    def backend(self) -> Backend:
+        return "all_to_all" if self.exchange else "gather"
 
     @property
     def mode(self) -> GatherMode:
@@ -88,7 +106,8 @@ class LayerPlan:
     @property
     def program(self) -> tuple:
         """What decides the compiled program; counts are its data."""
-        return self.gather, self.combine, self.shared_expert, self.head, self.rows.bucket, self.mask_dp_pad
+        paths = self.gather, self.combine, self.shared_expert, self.head, self.exchange
+        return *paths, self.rows.bucket, self.mask_dp_pad
 
     def reducers(self) -> list[str]:
         """Hand-overs that complete the experts' partial sum; a right plan has exactly one."""
@@ -125,6 +144,8 @@ def plan_layer(
     """
     settings = settings or Settings()
     roomy = _checked_room(topology, counts, room)
+    if settings.moe_backend == "all_to_all":
+        return _plan_all_to_all(topology, counts, roomy, settings, shared_width)
     ruled = plan_rows(roomy, topology.attn_tp, facts=facts, bucketed=True)
     gather, why_gather = _choose_gather(topology, ruled, settings, elastic=facts is not None and facts.elastic)
     combine, why_combine = _choose_combine(topology, settings, gather)
@@ -138,6 +159,36 @@ def plan_layer(
         _head(topology, settings.head),
     )
     return LayerPlan(gather, combine, shared, settings.head, rows, settings.mask_dp_pad, hand_overs)
+
+
+def _plan_all_to_all(
+    topology: Topology, counts: Sequence[int], room: Sequence[int], settings: Settings, shared_width: int
+) -> LayerPlan:
+    """Each row goes to its experts' ranks and home again, where it is added up (communication semantics, section 5)."""
+    for name in ("gather", "combine"):
+        if (named := getattr(settings, name)) != "auto":
+            raise PlanError(f"{name} {named} is impossible here because an all_to_all was asked for, which has none")
+    why = "it was asked for by name"
+    mode: Mode = "low_latency" if settings.dispatch == "auto" else settings.dispatch
+    why_mode = "every replica decodes" if settings.dispatch == "auto" else why
+    other = Alternative("low_latency" if mode == "normal" else "normal", False, why_mode)
+    shared, why_shared = choose_shared_expert(topology, settings, shared_width)
+    collectives = (("all_to_all", "moe_ep"),) if topology.world > topology.moe_tp else ()
+    back = collectives
+    if topology.moe_tp > 1:
+        collectives, back = (("all_gather", "moe_tp"), *collectives), (*back, ("reduce_scatter", "moe_tp"))
+    if topology.attn_tp > 1:
+        back = (*back, ("all_gather", "attn_tp"))
+    hand_overs = (
+        _attention(topology),
+        HandOver("dispatch", mode, collectives, "(S, R)", "(S, S)", False, why_mode, (other,)),
+        HandOver("combine", "all_to_all", back, "(S, S)", "(S, R)", True, "results go home the way rows came"),
+        _shared_hand_over(topology, shared, why_shared, shared_width),
+        _head(topology, settings.head),
+    )
+    rows = _rows_in_room(topology, counts, room, "none", why)
+    exchange = Exchange(mode, settings.wire)
+    return LayerPlan("none", "all_to_all", shared, settings.head, rows, settings.mask_dp_pad, hand_overs, exchange)
 
 
 def _rows_in_room(
@@ -203,6 +254,8 @@ def expert_parallel_rule(topology: Topology) -> bool:
 def choose_shared_expert(topology: Topology, settings: Settings, width: int) -> tuple[SharedExpert, str]:
     """How the shared expert is held, and why: it decides where its weights live, so counts have no say."""
     local = settings.shared_expert_local
+    if settings.moe_backend == "all_to_all":
+        return "replicated_local", "an all_to_all leaves each rank its own rows, so each needs the whole expert"
     if width % topology.world:
         kind: SharedExpert = "replicated_local" if local else "replicated"
         return kind, f"its width {width} does not divide by the world of {topology.world}"

@@ -11,8 +11,12 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from jaxcoll.wire import WireChoice
+
 GatherChoice = Literal["auto", "gather_v", "sum_len", "max_len"]
 HeadChoice = Literal["attn_tp", "world"]
+BackendChoice = Literal["auto", "gather", "all_to_all"]
+DispatchChoice = Literal["auto", "normal", "low_latency"]
 CombineChoice = Literal["auto", "all_reduce", "reduce_scatter_v", "reduce_scatter"]
 
 # Field -> environment variable. Source: communication semantics, section 12.
@@ -38,6 +42,10 @@ class Settings:
         gather: how rows reach the experts; "auto" follows the rules.
         combine: how they come back; "auto" follows the rules.
         head: the vocabulary is cut over attn_tp (SGLang's enable_dp_lm_head) or over the world.
+        moe_backend: "gather" brings all rows to every rank, "all_to_all" each row to its experts' ranks; "auto" is
+            gather, as in SGLang.
+        dispatch: form of the all-to-all; "auto" is low_latency when every replica decodes.
+        wire: how rows look on an all-to-all's way; "auto" is the activations' type.
         use_gatherv: rules may take gather_v, and with it reduce_scatter_v (SGLANG_DP_USE_GATHERV).
         use_reduce_scatter: rules may take the equal reduce_scatter (SGLANG_DP_USE_REDUCE_SCATTER); None is on for
             ROCm and off otherwise.
@@ -51,6 +59,9 @@ class Settings:
     gather: GatherChoice = "auto"
     combine: CombineChoice = "auto"
     head: HeadChoice = "attn_tp"
+    moe_backend: BackendChoice = "auto"
+    dispatch: DispatchChoice = "auto"
+    wire: WireChoice = "auto"
     use_gatherv: bool = False
     use_reduce_scatter: bool | None = None
     shared_expert_tp1: bool = False
@@ -58,7 +69,9 @@ class Settings:
     mask_dp_pad: bool = True
 
     def __post_init__(self):
-        for name, choice in (("gather", GatherChoice), ("combine", CombineChoice), ("head", HeadChoice)):
+        choices = {"gather": GatherChoice, "combine": CombineChoice, "head": HeadChoice}
+        choices |= {"moe_backend": BackendChoice, "dispatch": DispatchChoice, "wire": WireChoice}
+        for name, choice in choices.items():
             value = getattr(self, name)
             if value not in get_args(choice):
                 raise SettingsError(f"{name} must be one of {', '.join(get_args(choice))}, not {value!r}")

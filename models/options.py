@@ -159,6 +159,12 @@ class PathOptions:
     """Experts' partial sums to own rows."""
     head: Literal["attn_tp", "world"] | None = None
     """Group over which the vocabulary is cut."""
+    moe_backend: Literal["auto", "gather", "all_to_all"] | None = None
+    """All rows to every rank, or each row to its experts' ranks."""
+    dispatch: Literal["auto", "normal", "low_latency"] | None = None
+    """Form of the all-to-all."""
+    wire: Literal["auto", "f32", "bf16", "fp8"] | None = None
+    """How rows look on the all-to-all's way."""
 
     def settings(self) -> "Settings":
         """The settings of these options over those of the environment; imports jaxcoll, and jax with it.
@@ -168,7 +174,7 @@ class PathOptions:
         """
         from jaxcoll.settings import Settings
 
-        return Settings.from_environment(gather=self.gather, combine=self.combine, head=self.head)
+        return Settings.from_environment(**dataclasses.asdict(self))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,8 @@ class Working:
         # Rich takes a pipe for a terminal where FORCE_COLOR is set; a line that is redrawn has no place in a log.
         console = console or Console(stderr=True, force_terminal=None if sys.stderr.isatty() else False)
         columns = SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-        self._bar = Progress(*columns, console=console, transient=True)
+        # What is printed meanwhile stays on stdout, which may be a file where stderr is the terminal.
+        self._bar = Progress(*columns, console=console, transient=True, redirect_stdout=False)
         self._task = self._bar.add_task("starting", total=None)
         self._timer = threading.Timer(SILENT_SECONDS, self._show)
         self._timer.daemon = True

@@ -15,6 +15,7 @@ from jaxcoll.combine import combine
 from jaxcoll.gather import gather, own_rows
 from jaxcoll.plan import LayerPlan
 from jaxcoll.rows import real_rows
+from jaxcoll.split import join_rows, own_count, split_rows
 from jaxcoll.topology import Topology
 
 Array = jax.Array
@@ -43,11 +44,25 @@ class Bridge:
     def reduce_home(self, y: Array) -> Array:
         """[G, ...] PARTIAL over the world -> own rows [M, ...] SHARD over attn_dp, REPLICA over attn_tp, complete."""
         way, rows = self.plan.combine, self.plan.rows.rows
+        assert way != "all_to_all"
         return combine(y, self.counts, self.topology, way=way, mode=self.plan.mode, rows=rows)
 
     def take_home(self, y: Array) -> Array:
         """[G, ...] REPLICA over the world -> own rows [M, ...] SHARD over attn_dp; nothing is sent."""
         return own_rows(y, self.counts, self.topology, mode=self.plan.mode, rows=self.plan.rows.rows)
+
+    def own_chunk(self, x: Array) -> Array:
+        """[M, ...] SHARD over attn_dp, REPLICA over attn_tp -> this rank's rows [C, ...]; nothing is sent."""
+        return split_rows(x, self.topology.group("attn_tp"))
+
+    def own_count(self) -> Array:
+        """Real rows of this rank's chunk, int32 scalar."""
+        count = self.counts[jax.lax.axis_index(self.topology.group("attn_dp"))]
+        return own_count(count, self.plan.rows.rows, self.topology.group("attn_tp"))
+
+    def join(self, x: Array) -> Array:
+        """Chunks [C, ...] SHARD over attn_tp -> [M, ...] REPLICA over attn_tp."""
+        return join_rows(x, self.topology.group("attn_tp"), rows=self.plan.rows.rows)
 
     def real(self) -> Array:
         """[G] bool: rows that are some replica's real ones. REPLICA over the world."""

@@ -5,6 +5,7 @@ What leaves here is a contribution (one addend per rank) that the caller declare
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -65,9 +66,50 @@ class Experts(nnx.Module):
         local = self.w1.shape[0]
         first = lax.axis_index(self.ep) * local if self.ep else 0
         ids = jnp.where(active[:, None], routing.ids - first, -1)
+        return self._choose_form(x)(x, Routing(ids, routing.weights))
+
+    def received(self, x: Array, routing: Routing) -> Array:
+        """Rows that were sent to this rank, through the experts that they chose here.
+
+        Args:
+            x: [R, D], SHARD over moe_ep, REPLICA over moe_tp.
+            routing: local expert numbers, -1 for nobody, and weights.
+
+        Returns:
+            [R, D] weighted sums, each rank of moe_tp its addend.
+        """
+        return self._choose_form(x)(x, routing)
+
+    def received_per_expert(self, x: Array, counts: Array) -> Array:
+        """Rows that were sent to each of this rank's experts, through it and unweighted.
+
+        Args:
+            x: [L, C, D], SHARD over moe_ep, REPLICA over moe_tp; the first counts[l] rows of expert l are real.
+            counts: [L] int32.
+
+        Returns:
+            [L, C, D], each rank of moe_tp its addend; rows past the counts are garbage.
+        """
+        local, capacity, width = x.shape
+        if 3 * local * capacity * self.w1.shape[1] * width <= DENSE_WORK:
+            hidden = gated(_per_expert(self.w1[...], x), _per_expert(self.w3[...], x), self.config.swiglu_limit)
+            out = lax.dot_general(self.w2[...], hidden.astype(x.dtype), (((2,), (1,)), ((0,), (0,))))  # [L, D, C]
+            return out.transpose(0, 2, 1)
+        # At most min(K, L) copies of each row came here: close them up, so that work follows them.
+        bound = capacity * min(self.config.num_experts_per_tok, local)
+        place = (jnp.cumsum(counts) - counts)[:, None] + jnp.arange(capacity)
+        place = jnp.where(jnp.arange(capacity) < counts[:, None], place, bound).reshape(-1)
+        source = jnp.zeros(bound, jnp.int32).at[place].set(jnp.arange(local * capacity), mode="drop")
+        rows = x.reshape(-1, width)[source]
+        up = _ragged(rows, self.w1[...], counts), _ragged(rows, self.w3[...], counts)
+        out = _ragged(gated(*up, self.config.swiglu_limit).astype(x.dtype), self.w2[...], counts)
+        return out.at[place].get(mode="fill", fill_value=0).reshape(x.shape)
+
+    def _choose_form(self, x: Array) -> Callable[[Array, Routing], Array]:
+        local = self.w1.shape[0]
         work = 3 * x.shape[0] * local * self.w1.shape[1] * self.w1.shape[2]
         grouped = work > DENSE_WORK and local > self.config.num_experts_per_tok
-        return (self._grouped if grouped else self._dense)(x, Routing(ids, routing.weights))
+        return self._grouped if grouped else self._dense
 
     def _dense(self, x: Array, routing: Routing) -> Array:
         """Every local expert on every row, unchosen ones with weight 0; reads each weight once."""

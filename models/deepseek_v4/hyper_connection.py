@@ -49,7 +49,8 @@ def sinkhorn(logits: Array, iterations: int, eps: float) -> Array:
 def _mixes(streams: Array, fn: Array, eps: float) -> Array:
     """fn @ rms(flatten(streams)): [T, N, D] -> [T, outputs]."""
     flat = streams.reshape(streams.shape[0], -1).astype(jnp.float32)
-    return rms(flat, eps) @ fn.T
+    # Float32 on every device: a GPU's default would round the operands to TF32.
+    return jnp.matmul(rms(flat, eps), fn.T, precision=lax.Precision.HIGHEST)
 
 
 class HyperConnection(nnx.Module):

@@ -22,6 +22,7 @@ from models.deepseek_v4.config import Config
 from models.deepseek_v4.hyper_connection import HyperConnection
 from models.deepseek_v4.moe import MoE
 from models.deepseek_v4.norm import RMSNorm
+from models.deepseek_v4.router import Routing
 from models.deepseek_v4.rows import Rows
 
 Array = jax.Array
@@ -71,17 +72,33 @@ class Layer(nnx.Module):
             with scope("hc_ffn.read"):
                 x, mix = self.hc_ffn.read(streams)  # [T, D] (S, R)
                 x = self.ffn_norm(x)
-            with scope("moe.gather"):
-                everyone = bridge.to_everyone(x)  # [G, D] (R, R): every rank sees all rows
-            with scope("moe"):
-                y, routing = self.ffn(everyone, world_tokens)  # [G, D] (P, P): each rank's experts
-            with scope("moe.combine"):
-                moe_out = bridge.reduce_home(y)  # [T, D] (S, R): added up once, own rows
-            with scope("moe.shared"):
-                shared = self.ffn.shared_apart(x, everyone, bridge)  # [T, D] (S, R) complete, or None: joined before
-                moe_out = moe_out if shared is None else moe_out + shared
+            if bridge.plan.backend == "gather":
+                moe_out, routing = self._gathered(x, world_tokens, bridge)  # [T, D] (S, R)
+            else:
+                moe_out, routing = self._dispatched(x, rows, bridge)  # [T, D] (S, R)
             with scope("hc_ffn.write"):
                 streams = self.hc_ffn.write(streams, moe_out, mix)  # [T, N, D] (S, R)
-            ids, weights = (bridge.take_home(a) for a in routing)
-        seen = {"attn_out": attn_out, "moe_out": moe_out, "topk_ids": ids, "topk_weights": weights}
+        seen = {"attn_out": attn_out, "moe_out": moe_out, "topk_ids": routing.ids, "topk_weights": routing.weights}
         return streams, cache, seen
+
+    def _gathered(self, x: Array, world_tokens: Array, bridge: Bridge) -> tuple[Array, Routing]:
+        """All rows to every rank, partial sums home: [T, D] (S, R) -> [T, D] (S, R) complete, and own rows' routing."""
+        with scope("moe.gather"):
+            everyone = bridge.to_everyone(x)  # [G, D] (R, R): every rank sees all rows
+        with scope("moe"):
+            y, routing = self.ffn(everyone, world_tokens)  # [G, D] (P, P): each rank's experts
+        with scope("moe.combine"):
+            moe_out = bridge.reduce_home(y)  # [T, D] (S, R): added up once, own rows
+        with scope("moe.shared"):
+            shared = self.ffn.shared_apart(x, everyone, bridge)  # [T, D] (S, R) complete, or None: joined before
+            moe_out = moe_out if shared is None else moe_out + shared
+        return moe_out, Routing(*(bridge.take_home(a) for a in routing))
+
+    def _dispatched(self, x: Array, rows: Rows, bridge: Bridge) -> tuple[Array, Routing]:
+        """Each row to its experts and home: [T, D] (S, R) -> [T, D] (S, R) complete, and own rows' routing."""
+        with scope("moe.split"):
+            own, tokens = bridge.own_chunk(x), bridge.own_chunk(rows.tokens)  # [C, D] (S, S): nothing is sent
+        with scope("moe"):
+            y, routing = self.ffn.dispatched(own, tokens, bridge)  # [C, D] (S, S): complete
+        with scope("moe.join"):
+            return bridge.join(y), Routing(*map(bridge.join, routing))  # [T, D] (S, R)

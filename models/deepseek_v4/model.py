@@ -95,7 +95,7 @@ class DeepSeekV4(nnx.Module):
             x = self.embed(rows.tokens)
             streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1]))
         with jax.named_scope("ids.gather"):
-            world_tokens = bridge.world_tokens(rows.tokens)
+            world_tokens = bridge.world_tokens(rows.tokens) if plan.backend == "gather" else rows.tokens
         seen: dict[str, list] = {k: [] for k in ("streams", "attn_out", "moe_out", "topk_ids", "topk_weights")}
         after = []
         for layer, cache in zip(self.layers, caches, strict=True):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxcoll.collectives import declare_partial
+from jaxcoll.dispatch import DispatchSpec, Received, combine, dispatch_finish, dispatch_start, meanwhile
 from jaxcoll.plan import SharedExpert
 from jaxcoll.topology import Topology
 from models.deepseek_v4.bridge import Bridge
@@ -20,10 +21,10 @@ Array = jax.Array
 
 
 class MoE(nnx.Module):
-    """Routed plus shared experts; exactly one reduction, over the world, is left to the caller by type."""
+    """Routed plus shared experts, on all rows (one reduction is left to the caller, by type) or on own rows."""
 
     def __init__(self, config: Config, layer: int, topology: Topology, dtype: Any, shared: SharedExpert):
-        self.shared, self.world = shared, topology.group("world")
+        self.shared, self.world, self.moe_tp = shared, topology.group("world"), topology.group("moe_tp")
         self.gate = Router(config, layer, dtype)
         self.experts = Experts(config, topology, dtype)
         self.shared_experts = SharedExpertMLP(config, topology, dtype, cut=shared == "sharded")
@@ -47,6 +48,38 @@ class MoE(nnx.Module):
         if self.shared == "sharded":
             y = y + self.shared_experts(x)
         return declare_partial(y, self.world), routing
+
+    def dispatched(self, own: Array, tokens: Array, bridge: Bridge) -> tuple[Array, Routing]:
+        """Own rows to their experts' ranks and home again; the shared expert works while they travel.
+
+        Args:
+            own: [C, D] this rank's rows, SHARD over the world.
+            tokens: [C] int32 their token ids.
+            bridge: the step's plan.
+
+        Returns:
+            [C, D] complete, and the routing; SHARD over the world. Padding rows hold the shared expert's garbage.
+        """
+        with jax.named_scope("route"):
+            routing = self.gate(own, tokens)
+        with jax.named_scope("dispatch"):
+            sent = dispatch_start(own, routing.ids, routing.weights, self._spec(bridge), count=bridge.own_count())
+            sent, shared = meanwhile(sent, self.shared_experts(own))
+            received, handle = dispatch_finish(sent)
+        with jax.named_scope("experts"):
+            if isinstance(received, Received):
+                y = self.experts.received(received.x, Routing(received.topk_ids, received.topk_weights))
+            else:
+                y = self.experts.received_per_expert(received.x, received.tokens_per_expert)
+            y = declare_partial(y, self.moe_tp)
+        with jax.named_scope("combine"):
+            return combine(y, handle) + shared, routing
+
+    def _spec(self, bridge: Bridge) -> DispatchSpec:
+        exchange = bridge.plan.exchange
+        assert exchange is not None
+        experts = self.experts.config.n_routed_experts
+        return DispatchSpec.of(bridge.topology, experts, mode=exchange.mode, wire=exchange.wire)
 
     def shared_apart(self, own: Array, everyone: Array, bridge: Bridge) -> Array | None:
         """A whole shared expert's complete output for own rows, to be added after the reduction.

@@ -40,9 +40,9 @@ def plan_json(plan: LayerPlan) -> dict[str, str | None]:
         "combine": plan.combine,
         "shared_expert": plan.shared_expert,
         "head": plan.head,
-        "moe_backend": "gather",
-        "dispatch": None,
-        "wire": None,
+        "moe_backend": plan.backend,
+        "dispatch": plan.exchange.mode if plan.exchange else None,
+        "wire": plan.exchange.wire if plan.exchange else None,
         "kernels": "xla",
     }
 

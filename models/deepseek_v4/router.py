@@ -59,7 +59,9 @@ class Router(nnx.Module):
             Routing in x's state.
         """
         c = self.config
-        scores = scores_of(x.astype(jnp.float32) @ self.weight[...].astype(jnp.float32).T)
+        weight = self.weight[...].astype(jnp.float32)
+        # Float32 on every device: a GPU's default would round the operands to TF32, and near-ties would flip.
+        scores = scores_of(jnp.matmul(x.astype(jnp.float32), weight.T, precision=lax.Precision.HIGHEST))
         if self.kind == "hash":
             ids = self.tid2eid[...][tokens]
         else:

@@ -52,7 +52,10 @@ class Trace:
         if not path.is_file():
             raise TraceError(f"{folder} has no {FILE}: verify compares with one; generate and bench need none")
         try:
+            path.open("rb").close()  # safetensors calls every file that it cannot open missing
             tensors = load_file(path)
+        except OSError as error:
+            raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
         except (SafetensorError, ValueError, TypeError, KeyError) as error:
             raise TraceError(f"{path} cannot be read as safetensors: {error}") from error
         layers = config.num_hidden_layers
