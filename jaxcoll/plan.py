@@ -130,7 +130,6 @@ def plan_layer(
     """Chooses the paths of one step.
 
     Args:
-        topology: the mesh's sizes.
         counts: real rows per replica, at least one in all.
         settings: what the user asked for; None is all defaults.
         shared_width: intermediate width of the shared expert; where the world does not divide it, it stays whole.

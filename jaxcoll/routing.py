@@ -121,36 +121,15 @@ def plan_routes(
     if unit not in get_args(Unit):
         raise ValueError(f"unknown unit {unit!r}; allowed are {', '.join(get_args(Unit))}")
     rows, k = topk_ids.shape
-    local = experts_per_rank(num_experts, num_ranks)
+    experts_per_rank(num_experts, num_ranks)
     blocks = num_ranks if unit == "rank" else num_experts
-    num_slots = rows * min(k, blocks)
     check_row_numbers("plan_routes", {"T": rows, "min(K, blocks)": min(k, blocks)})
     real = (topk_ids >= 0) & (topk_ids < num_experts)
     if count is not None:
         real &= jnp.arange(rows)[:, None] < count
     _, first = _mentions(topk_ids, real)
     expert_ids = jnp.where(first, topk_ids, -1).astype(jnp.int32)
-    ranks = jnp.where(first, lax.div(expert_ids, jnp.int32(local)), -1)
-    _, first_in_rank = _mentions(ranks, first)
-    in_rank = _any_choice_is(ranks, num_ranks)
-    block = ranks if unit == "rank" else expert_ids
-    causes = first_in_rank if unit == "rank" else first
-    in_block = (in_rank if unit == "rank" else _any_choice_is(expert_ids, num_experts)).astype(jnp.int32)
-    counts = jnp.sum(in_block, axis=0)
-    offsets = exclusive_sum(counts)
-    place = offsets + exclusive_sum(in_block)  # [T, B] where row t's copy for every block would lie
-    slots = jnp.where(causes, jnp.take_along_axis(place, jnp.maximum(block, 0), axis=1), -1)
-    return RoutePlan(
-        expert_ids=expert_ids,
-        is_token_in_rank=in_rank,
-        tokens_per_rank=jnp.sum(in_rank, axis=0, dtype=jnp.int32),
-        tokens_per_expert=tokens_per_expert(expert_ids, num_experts),
-        send_counts=counts,
-        send_offsets=offsets,
-        slots=slots,
-        rows=_row_of_every_slot(slots, num_slots),
-        overflow=jnp.sum(jnp.maximum(counts - (rows if capacity is None else capacity), 0)),
-    )
+    return _planned(expert_ids, num_experts, num_ranks, unit, rows if capacity is None else capacity)
 
 
 def plan_exchange(counts: Array, rank: Array | int, *, slab_rows: int) -> ExchangePlan:
@@ -215,6 +194,32 @@ def check_row_numbers(what: str, sizes: dict[str, int]) -> int:
             f"{what} would number {names} = {numbers} = {product} rows, which passes 2^31 - 1; use fewer rows per rank"
         )
     return product
+
+
+def _planned(expert_ids: Array, num_experts: int, num_ranks: int, unit: Unit, capacity: int) -> RoutePlan:
+    """The plan for ids [T, K] of which a row names each at most once, -1 for nobody."""
+    rows, k = expert_ids.shape
+    chosen = expert_ids >= 0
+    ranks = jnp.where(chosen, lax.div(expert_ids, jnp.int32(num_experts // num_ranks)), -1)
+    _, first_in_rank = _mentions(ranks, chosen)
+    in_rank = _any_choice_is(ranks, num_ranks)
+    block, causes = (ranks, first_in_rank) if unit == "rank" else (expert_ids, chosen)
+    in_block = (in_rank if unit == "rank" else _any_choice_is(expert_ids, num_experts)).astype(jnp.int32)
+    counts = jnp.sum(in_block, axis=0)
+    offsets = exclusive_sum(counts)
+    place = offsets + exclusive_sum(in_block)  # [T, B] where row t's copy for every block would lie
+    slots = jnp.where(causes, jnp.take_along_axis(place, jnp.maximum(block, 0), axis=1), -1)
+    return RoutePlan(
+        expert_ids=expert_ids,
+        is_token_in_rank=in_rank,
+        tokens_per_rank=jnp.sum(in_rank, axis=0, dtype=jnp.int32),
+        tokens_per_expert=tokens_per_expert(expert_ids, num_experts),
+        send_counts=counts,
+        send_offsets=offsets,
+        slots=slots,
+        rows=_row_of_every_slot(slots, rows * min(k, in_block.shape[1])),
+        overflow=jnp.sum(jnp.maximum(counts - capacity, 0)),
+    )
 
 
 def _mentions(ids: Array, real: Array) -> tuple[Array, Array]:

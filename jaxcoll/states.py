@@ -70,8 +70,7 @@ def states(x: jax.Array, group: str | Iterable[str]) -> dict[str, State]:
         _require_checked_axis(axis)
     kind = jax.typeof(x).mat
     return {
-        a: State.PARTIAL if a in kind.unreduced else State.SHARD if a in kind.varying else State.REPLICA
-        for a in axes
+        a: State.PARTIAL if a in kind.unreduced else State.SHARD if a in kind.varying else State.REPLICA for a in axes
     }
 
 
@@ -112,10 +111,6 @@ def _require_checked_axis(axis: str) -> None:
     try:
         rank = lax.axis_index(axis)
     except NameError:
-        raise StateError(
-            f"{axis!r} is no manual mesh axis here; call this inside jax.shard_map over it"
-        ) from None
+        raise StateError(f"{axis!r} is no manual mesh axis here; call this inside jax.shard_map over it") from None
     if axis not in jax.typeof(rank).mat.varying:
-        raise StateError(
-            f"states over {axis!r} are unknown: this jax.shard_map was called with check_vma=False"
-        )
+        raise StateError(f"states over {axis!r} are unknown: this jax.shard_map was called with check_vma=False")

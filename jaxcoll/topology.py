@@ -106,9 +106,7 @@ class Topology:
             return tuple(a for a in axes if a.startswith(name))
         if name not in ("moe_ep", "moe_tp"):
             raise TopologyError(f"unknown group {name!r}; groups are attn_dp, attn_tp, moe_ep, moe_tp, world")
-        cut = next(
-            i for i in range(len(axes) + 1) if self.size(axes[i:]) == self.moe_tp and self._tight(axes[i:])
-        )
+        cut = next(i for i in range(len(axes) + 1) if self.size(axes[i:]) == self.moe_tp and self._tight(axes[i:]))
         return axes[:cut] if name == "moe_ep" else axes[cut:]
 
     def _tight(self, axes: Group) -> bool:

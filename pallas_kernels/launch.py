@@ -57,4 +57,3 @@ def start(
         interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else False,
     )
     return list(kernel(*operands))
-

@@ -16,6 +16,9 @@ def cache_folder() -> Path | None:
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAX_NUM_CPU_DEVICES"] = str(DEVICES)
+# Generating fast code is half of a small program's compile time, and a test runs it a few times only. The HLO is the
+# same. Tests of whole commands start processes without this.
+os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}".strip()
 if (cache := cache_folder()) is not None:
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache))
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")

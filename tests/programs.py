@@ -2,25 +2,29 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-from models.deepseek_v4.decoder import Decoder
+import jax
+
+from jaxcoll.step import Step
+from models.deepseek_v4 import decoder
 
 
 @contextlib.contextmanager
 def shared_programs() -> Iterator[None]:
     """Within it, a program is compiled once for everything that decides its text; `compiles` still counts as before."""
-    compiled: dict[tuple, Any] = {}
-    compile_program = Decoder._compile
+    compiled: dict[tuple, Step] = {}
+    compile_decode = decoder.compile_decode
 
-    def shared(self: Decoder, plan: Any) -> Any:
-        config = dataclasses.replace(self.config, eos_token_id=None)  # what ends a request is no part of a step
-        key = config, self.topology, self.settings, self.slots, self.max_seq_len, self.results, plan.program
+    def shared(model: Any, plan: Any, parameters: Any, caches: Any, results: Sequence[str]) -> Step:
+        config = dataclasses.replace(model.config, eos_token_id=None)  # what ends a request is no part of a step
+        shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(caches))
+        key = config, model.topology, plan.program, shapes, results
         if key not in compiled:
-            compiled[key] = compile_program(self, plan)
+            compiled[key] = compile_decode(model, plan, parameters, caches, results)
         return compiled[key]
 
-    with mock.patch.object(Decoder, "_compile", shared):
+    with mock.patch.object(decoder, "compile_decode", shared):
         yield

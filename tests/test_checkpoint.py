@@ -80,9 +80,7 @@ def assembled(spec: TensorSpec, tensors: dict[str, np.ndarray]) -> np.ndarray:
         if spec.transpose:
             value = np.swapaxes(value, -1, -2)
         if spec.pad_dim0 is not None:
-            value = np.concatenate(
-                [value, np.zeros_like(value, shape=(spec.shape[0] - len(value), *value.shape[1:]))]
-            )
+            value = np.concatenate([value, np.zeros_like(value, shape=(spec.shape[0] - len(value), *value.shape[1:]))])
         whole.append(value)
     return np.stack(whole) if spec.stacked else whole[0]
 
@@ -145,9 +143,7 @@ def test_whole_model_reads_each_element_once_and_no_more_than_a_shard(tmp_path, 
 @pytest.mark.parametrize("sizes", MESHES)
 @pytest.mark.parametrize("cut", [(), ("a",), (None, "b"), ("b", "a"), (("b", "a"),), (None, ("a", "b"))])
 @pytest.mark.parametrize("transpose", [False, True])
-@pytest.mark.parametrize(
-    ("stored", "held"), [(np.float32, BF16), (BF16, np.float32), (np.float32, np.float32)]
-)
+@pytest.mark.parametrize(("stored", "held"), [(np.float32, BF16), (BF16, np.float32), (np.float32, np.float32)])
 def test_matrix_cut_every_way(tmp_path, sizes, cut, transpose, stored, held):
     shape = (24, 48)
     published = shape[::-1] if transpose else shape
@@ -191,9 +187,7 @@ def test_padding_of_a_transposed_parameter(tmp_path):
 
 
 @pytest.mark.parametrize("sizes", MESHES)
-@pytest.mark.parametrize(
-    "cut", [("a",), (("b", "a"),), (None, None, "b"), ("a", None, "b"), (None, "b"), ("b", "a")]
-)
+@pytest.mark.parametrize("cut", [("a",), (("b", "a"),), (None, None, "b"), ("a", None, "b"), (None, "b"), ("b", "a")])
 def test_split_dimension(tmp_path, reads, sizes, cut):
     """[groups * rank, in] used as [groups, rank, in]: whole groups are one read, else one read per group."""
     sharding = NamedSharding(mesh_of(sizes), P(*cut))
@@ -276,11 +270,7 @@ def test_ignored_tensors_are_reported(tmp_path):
 
 
 def mutations() -> list[tuple[str, str]]:
-    return [
-        (name, how)
-        for name in published_model()
-        for how in ("remove", "rename", "reshape", "retype", "extra")
-    ]
+    return [(name, how) for name in published_model() for how in ("remove", "rename", "reshape", "retype", "extra")]
 
 
 @pytest.mark.parametrize(("name", "how"), mutations())
@@ -292,9 +282,7 @@ def test_every_mutation_of_a_tensor_is_refused_by_name(tmp_path, reads, name, ho
     if how in ("rename", "extra"):
         tensors[f"{name}.copy"] = value
     if how == "reshape":
-        tensors[name] = (
-            value[..., :-1].copy() if value.ndim == 1 else np.ascontiguousarray(value.reshape(2, -1))
-        )
+        tensors[name] = value[..., :-1].copy() if value.ndim == 1 else np.ascontiguousarray(value.reshape(2, -1))
     if how == "retype":
         tensors[name] = value.astype(np.float32 if name == "table" else np.float16)
     save_file(tensors, tmp_path / "model.safetensors")

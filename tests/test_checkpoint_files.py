@@ -74,10 +74,7 @@ def test_parts_without_an_index(tmp_path):
 
 
 def test_no_folder_or_no_weights(tmp_path):
-    assert (
-        refusal(tmp_path / "x")
-        == f"{tmp_path / 'x'} does not exist; it must be a folder with *.safetensors files"
-    )
+    assert refusal(tmp_path / "x") == f"{tmp_path / 'x'} does not exist; it must be a folder with *.safetensors files"
     (tmp_path / "y").write_text("")
     assert "y is not a folder" in refusal(tmp_path / "y")
     save_file({"a": W}, tmp_path / "trace.safetensors")
@@ -87,10 +84,7 @@ def test_no_folder_or_no_weights(tmp_path):
 def test_a_tensor_in_two_files(tmp_path):
     for file in ("p.safetensors", "q.safetensors"):
         save_file({"w": W}, tmp_path / file)
-    assert (
-        refusal(tmp_path)
-        == f"{tmp_path}: tensor w is in both p.safetensors and q.safetensors; it must be in one"
-    )
+    assert refusal(tmp_path) == f"{tmp_path}: tensor w is in both p.safetensors and q.safetensors; it must be in one"
 
 
 @pytest.mark.parametrize("keep", [0, 3, 8, 40, -1, -47])

@@ -53,9 +53,7 @@ def test_every_option_arrives(asked):
     assert cli.main(["bench", "d", "--batch", "2", "--steps", "5", "--json"]) == 1
     assert cli.main(["verify", "--", "--odd-name"]) == 1
     assert asked == [
-        VerifyOptions(
-            Path("a b"), requests_per_replica=(2, 0, 1), json=True, topology=topology, max_seq_len=32
-        ),
+        VerifyOptions(Path("a b"), requests_per_replica=(2, 0, 1), json=True, topology=topology, max_seq_len=32),
         GenerateOptions(Path("d"), prompt_ids=((5, 17, 9), (0,)), topology=topology, max_seq_len=32),
         GenerateOptions(Path("d"), prompt_ids=((1,),), max_new_tokens=3, json=True),
         BenchOptions(Path("d"), batch=2, steps=5, json=True),
@@ -242,9 +240,10 @@ def test_output_that_nobody_reads_is_no_error():
     read_end, write_end = os.pipe()
     os.close(read_end)
     words = [sys.executable, "-c", PRINTING]
-    with open(write_end, "w") as unread, subprocess.Popen(
-        words, cwd=ROOT, stdout=unread, stderr=subprocess.PIPE
-    ) as process:
+    with (
+        open(write_end, "w") as unread,
+        subprocess.Popen(words, cwd=ROOT, stdout=unread, stderr=subprocess.PIPE) as process,
+    ):
         assert process.communicate(timeout=120)[1] == b""
     assert process.returncode == 141
 

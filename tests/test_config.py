@@ -81,10 +81,7 @@ def test_next_token_prediction_layers_are_reported_as_ignored():
     exact = Config.from_dict(with_changes(compress_ratios=[0, 4, 16, 4]))
     assert exact.compress_ratios == (0, 4, 16, 4)
     assert len(exact.ignored) == 1
-    assert (
-        Config.from_dict(with_changes(compress_ratios=[0, 4, 16, 4], num_nextn_predict_layers=0)).ignored
-        == ()
-    )
+    assert Config.from_dict(with_changes(compress_ratios=[0, 4, 16, 4], num_nextn_predict_layers=0)).ignored == ()
 
 
 def test_from_folder_and_file(tmp_path):
@@ -154,9 +151,7 @@ def test_optional_fields_may_be_missing():
 
 
 def test_unknown_fields_are_tolerated():
-    assert Config.from_dict(with_changes(initializer_range=0.02, x=[float("nan")])) == Config.from_dict(
-        PUBLISHED
-    )
+    assert Config.from_dict(with_changes(initializer_range=0.02, x=[float("nan")])) == Config.from_dict(PUBLISHED)
 
 
 INTEGERS = [name for name, value in PUBLISHED.items() if type(value) is int]
@@ -182,9 +177,7 @@ def test_integers_are_strict(name, value):
         assert refusal(with_changes(**{name: value})).startswith(f"{name} is ")
 
 
-@pytest.mark.parametrize(
-    "name", sorted(set(INTEGERS) - {"num_hash_layers", "num_nextn_predict_layers"} - OPTIONAL)
-)
+@pytest.mark.parametrize("name", sorted(set(INTEGERS) - {"num_hash_layers", "num_nextn_predict_layers"} - OPTIONAL))
 def test_zero_sizes_are_refused(name):
     assert refusal(with_changes(**{name: 0})).startswith(f"{name} is 0; it must be ")
 
@@ -311,9 +304,7 @@ def test_rope_scaling_refusals(mapping, said):
     assert refusal(mapping).startswith(said)
 
 
-@pytest.mark.parametrize(
-    "name", ["type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"]
-)
+@pytest.mark.parametrize("name", ["type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow"])
 def test_each_missing_rope_scaling_field_is_named(name):
     mapping = scaled()
     del mapping["rope_scaling"][name]
@@ -353,8 +344,7 @@ def test_layer_kinds_that_agree_are_accepted():
         ),
         (
             {"layer_types": [*LAYER_TYPES[:2], "sliding_attention", LAYER_TYPES[3]]},
-            'layer_types[2] is "sliding_attention"; it must be "heavily_compressed_attention", '
-            "as compress_ratios says",
+            'layer_types[2] is "sliding_attention"; it must be "heavily_compressed_attention", as compress_ratios says',
         ),
         ({"layer_types": LAYER_TYPES[:3]}, "layer_types has 3 entries; it must have 4"),
         ({"layer_types": "sliding_attention"}, 'layer_types is "sliding_attention"; it must be a list'),

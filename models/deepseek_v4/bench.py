@@ -53,6 +53,6 @@ def run(options: BenchOptions) -> int:
     else:
         print(
             f"{result['ms_per_step']} ms per step (median of {options.steps}), {result['tokens_per_s']} tokens/s, "
-            f"batch {options.batch} on {decoder.topology.world} devices"
+            f"batch {options.batch} on {report.counted(decoder.topology.world, 'device')}"
         )
     return 0

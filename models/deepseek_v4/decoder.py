@@ -74,6 +74,7 @@ class Decoder:
         self.model = model or DeepSeekV4(config, topology, self.settings)
         self.steps: dict[tuple, Step] = {}
         self.plans: list[LayerPlan] = []  # one for each compiled program
+        self.room: Sequence[int] | None = None  # of steps that name none; None plans for the step's own counts
         self._planned: dict[tuple, LayerPlan] = {}
         self.caches = self._empty_caches()
         self.input_shardings = tuple(map(topology.sharding, (P(topology.group("attn_dp"), None, None), P(None))))
@@ -110,7 +111,7 @@ class Decoder:
         Args:
             rows: at least one, and at most one per (replica, slot).
             room: rows per replica to plan for, at least what the step has; a shrinking batch keeps its program by
-                keeping its room.
+                keeping its room. Default: the decoder's.
 
         Returns:
             The chosen results as global arrays [attn_dp * M, ...]; `places` says where each row's are. They are ready
@@ -121,6 +122,7 @@ class Decoder:
             PlanError: a named path is impossible for these rows.
         """
         counts = self._counts(rows)
+        room = self.room if room is None else room
         plan = self._plan(tuple(counts), None if room is None else tuple(room))
         batch, places = self._pack(rows, plan.rows.rows)
         inputs = jax.device_put((batch, np.array(counts, np.int32)), self.input_shardings)

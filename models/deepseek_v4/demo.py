@@ -81,4 +81,4 @@ def _show_layer(console: Console, decoder: Decoder) -> None:
     report.print_table(
         console, f"Layer {LAYER}: what each stage leaves on a rank, with its state over two groups", table
     )
-    console.print(_STATES)
+    console.print(f"\n{_STATES}")

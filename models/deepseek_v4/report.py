@@ -58,14 +58,19 @@ def ignored_notes(config: Config, ignored: Iterable[str]) -> list[str]:
     names = sorted(ignored)
     notes = list(config.ignored)
     if names:
-        notes.append(f"ignored {len(names)} tensors that no parameter needs, the first is {names[0]}")
+        notes.append(f"ignored {counted(len(names), 'tensor')} that no parameter needs, the first is {names[0]}")
     return notes
+
+
+def counted(number: int, thing: str) -> str:
+    """1 step, 2 steps."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def topology_line(sizes: Mapping[str, int]) -> str:
     """Both factorisations of the mesh, from `topology_json`."""
     return (
-        f"{_count(sizes['world'], 'device')}: attn_dp {sizes['attn_dp']} x attn_tp {sizes['attn_tp']} = "
+        f"{counted(sizes['world'], 'device')}: attn_dp {sizes['attn_dp']} x attn_tp {sizes['attn_tp']} = "
         f"moe_ep {sizes['moe_ep']} x moe_tp {sizes['moe_tp']}"
     )
 
@@ -77,9 +82,9 @@ def verdict(outcome: Mapping[str, Any]) -> str:
     return (
         f"{'equal' if outcome['ok'] else 'NOT equal'} to the golden trace: largest difference {worst}, "
         f"allowed {outcome['tolerance']:g}\n"
-        f"{_count(outcome['steps'], 'step')}, {_count(outcome['compiles'], 'compiled program')}; "
+        f"{counted(outcome['steps'], 'step')}, {counted(outcome['compiles'], 'compiled program')}; "
         f"greedy ids {'match' if outcome['greedy_match'] else 'DIFFER'}; "
-        f"{_count(outcome['topk_mismatches'], 'expert choice')} "
+        f"{counted(outcome['topk_mismatches'], 'expert choice')} "
         f"{'differs' if outcome['topk_mismatches'] == 1 else 'differ'}"
     )
 
@@ -122,10 +127,6 @@ def new_table(*left: str, right: Sequence[str] = ()) -> Table:
 
 def _difference(error: float | None) -> str:
     return "not finite" if error is None else f"{error:.1e}"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
 def collectives_table(records: Iterable[dict[str, Any]]) -> Table:

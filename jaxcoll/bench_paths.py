@@ -1,0 +1,121 @@
+"""Time and bytes of every possible way to the experts and back, measured in turns: `python -m jaxcoll.bench_paths`.
+
+One program per cell moves rows out and home and adds them up, with no expert in between. Times are medians of runs
+taken in turns, so that a noisy machine slows all cells alike; read the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from typing import Any, get_args
+
+ROUNDS = 200
+
+
+def measure(attn_dp: int, attn_tp: int, rows: int, width: int, rounds: int = ROUNDS) -> list[dict[str, Any]]:
+    """Runs every possible cell with equal counts.
+
+    Args:
+        attn_dp, attn_tp: the mesh.
+        rows: of each replica.
+        width: float32 channels of a row.
+        rounds: timed runs of each cell.
+
+    Returns:
+        One record per cell: gather, combine, wire bytes per device of both, median ms, and the median over rounds of
+        the ratio to max_len + all_reduce in the same round.
+    """
+    import jax
+
+    from jaxcoll.combine import Way, combine_impossible
+    from jaxcoll.gather import gather_impossible
+    from jaxcoll.rows import GatherMode
+    from jaxcoll.topology import Topology
+
+    topology = Topology(attn_dp, attn_tp)
+    cells = {}
+    for mode, way in itertools.product(get_args(GatherMode), get_args(Way)):
+        if not gather_impossible(mode, topology) and not combine_impossible(way, mode, topology):
+            cells[mode, way] = _cell(topology, mode, way, rows, width)
+    times: dict[tuple, list[float]] = {cell: [] for cell in cells}
+    for cell, (step, args) in itertools.chain(cells.items(), *(cells.items() for _ in range(rounds))):
+        start = time.perf_counter()
+        jax.block_until_ready(step(*args))
+        times[cell].append((time.perf_counter() - start) * 1e3)
+    base = times["max_len", "all_reduce"]
+    return [_record(topology, cell, cells[cell][0], mine[1:], base[1:]) for cell, mine in times.items()]
+
+
+def _record(topology: Any, cell: tuple, step: Any, mine: list[float], base: list[float]) -> dict[str, Any]:
+    from jaxcoll import hlo
+
+    found = hlo.collectives(step.compiled, topology)
+    sent = {part: sum(c.wire_bytes for c in found if c.source.startswith(part)) for part in ("gather", "combine")}
+    return {
+        "gather": cell[0],
+        "combine": cell[1],
+        "gather_wire_bytes": round(sent["gather"]),
+        "combine_wire_bytes": round(sent["combine"]),
+        "ms": round(statistics.median(mine), 3),
+        "ratio": round(statistics.median(m / b for m, b in zip(mine, base, strict=True)), 2),
+    }
+
+
+def _cell(topology: Any, mode: Any, way: Any, rows: int, width: int) -> tuple[Any, tuple]:
+    """The compiled cell and its arguments, in place."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+    from jax.sharding import PartitionSpec as P
+
+    from jaxcoll.collectives import declare_partial
+    from jaxcoll.combine import combine
+    from jaxcoll.gather import gather
+    from jaxcoll.step import compile_step
+
+    world = topology.group("world")
+
+    def there_and_back(x: jax.Array, counts: jax.Array) -> jax.Array:
+        with jax.named_scope("gather"):
+            everyone = gather(x, counts, topology, mode=mode, total=topology.attn_dp * rows)
+        addend = declare_partial(everyone * (lax.axis_index(world) + 1), world)  # stands for this rank's experts
+        with jax.named_scope("combine"):
+            return combine(addend, counts, topology, way=way, mode=mode, rows=rows)
+
+    by_replica = P(topology.group("attn_dp"))
+    x, counts = jnp.ones((topology.attn_dp * rows, width)), jnp.full(topology.attn_dp, rows, jnp.int32)
+    step = compile_step(there_and_back, topology, (x, counts), in_specs=(by_replica, P()), out_specs=by_replica)
+    placed = jax.device_put((x, counts), (topology.sharding(by_replica), topology.sharding(P())))
+    return step, placed
+
+
+def markdown(records: list[dict[str, Any]]) -> str:
+    """The records as a table."""
+    lines = ["| gather | combine | wire bytes, gather | combine | ms | ratio |", "|---|---|---:|---:|---:|---:|"]
+    for r in records:
+        sent = f"{r['gather_wire_bytes']:,} | {r['combine_wire_bytes']:,}"
+        lines.append(f"| {r['gather']} | {r['combine']} | {sent} | {r['ms']:.2f} | {r['ratio']:.2f} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line; devices are CPU devices unless JAX_PLATFORMS says otherwise."""
+    parser = argparse.ArgumentParser(prog="python -m jaxcoll.bench_paths", description=__doc__)
+    for name, default in (("attn-dp", 8), ("attn-tp", 1), ("rows", 8), ("width", 4096), ("rounds", ROUNDS)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args(argv)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(given.attn_dp * given.attn_tp))
+    records = measure(given.attn_dp, given.attn_tp, given.rows, given.width, given.rounds)
+    print(json.dumps(records) if given.json else markdown(records))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
