@@ -14,6 +14,19 @@ import statistics
 import time
 from typing import Any, get_args
 
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxcoll import hlo
+from jaxcoll.collectives import declare_partial
+from jaxcoll.combine import Way, combine, combine_impossible
+from jaxcoll.gather import gather, gather_impossible
+from jaxcoll.rows import GatherMode
+from jaxcoll.step import Step, compile_step
+from jaxcoll.topology import Topology
+
 ROUNDS = 200
 
 
@@ -30,13 +43,6 @@ def measure(attn_dp: int, attn_tp: int, rows: int, width: int, rounds: int = ROU
         One record per cell: gather, combine, wire bytes per device of both, median ms, and the median over rounds of
         the ratio to max_len + all_reduce in the same round.
     """
-    import jax
-
-    from jaxcoll.combine import Way, combine_impossible
-    from jaxcoll.gather import gather_impossible
-    from jaxcoll.rows import GatherMode
-    from jaxcoll.topology import Topology
-
     topology = Topology(attn_dp, attn_tp)
     cells = {}
     for mode, way in itertools.product(get_args(GatherMode), get_args(Way)):
@@ -51,9 +57,7 @@ def measure(attn_dp: int, attn_tp: int, rows: int, width: int, rounds: int = ROU
     return [_record(topology, cell, cells[cell][0], mine[1:], base[1:]) for cell, mine in times.items()]
 
 
-def _record(topology: Any, cell: tuple, step: Any, mine: list[float], base: list[float]) -> dict[str, Any]:
-    from jaxcoll import hlo
-
+def _record(topology: Topology, cell: tuple, step: Step, mine: list[float], base: list[float]) -> dict[str, Any]:
     found = hlo.collectives(step.compiled, topology)
     sent = {part: sum(c.wire_bytes for c in found if c.source.startswith(part)) for part in ("gather", "combine")}
     return {
@@ -66,18 +70,8 @@ def _record(topology: Any, cell: tuple, step: Any, mine: list[float], base: list
     }
 
 
-def _cell(topology: Any, mode: Any, way: Any, rows: int, width: int) -> tuple[Any, tuple]:
+def _cell(topology: Topology, mode: GatherMode, way: Way, rows: int, width: int) -> tuple[Step, tuple]:
     """The compiled cell and its arguments, in place."""
-    import jax
-    import jax.numpy as jnp
-    from jax import lax
-    from jax.sharding import PartitionSpec as P
-
-    from jaxcoll.collectives import declare_partial
-    from jaxcoll.combine import combine
-    from jaxcoll.gather import gather
-    from jaxcoll.step import compile_step
-
     world = topology.group("world")
 
     def there_and_back(x: jax.Array, counts: jax.Array) -> jax.Array:
@@ -110,8 +104,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args(argv)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(given.attn_dp * given.attn_tp))
+    if "JAX_PLATFORMS" not in os.environ:  # this package has imported jax already, which reads variables only then
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", given.attn_dp * given.attn_tp)
     records = measure(given.attn_dp, given.attn_tp, given.rows, given.width, given.rounds)
     print(json.dumps(records) if given.json else markdown(records))
     return 0

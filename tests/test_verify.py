@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import one_layer
 import pytest
 from golden import ODD, TINY, WIDE
 from programs import shared_programs
@@ -20,7 +21,14 @@ from models import cli
 CLOSE = 5e-5
 FOLDERS = {"tiny": TINY, "odd": ODD, "wide": WIDE}
 CONFIGS = {name: json.loads((folder / "config.json").read_text()) for name, folder in FOLDERS.items()}
+CONFIGS["layer"] = one_layer.CONFIG
 TRACES = {name: load_file(folder / "trace.safetensors") for name, folder in FOLDERS.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def layer_fixture(tmp_path_factory: pytest.TempPathFactory) -> None:
+    FOLDERS["layer"] = one_layer.write_one_layer(tmp_path_factory.mktemp("layer"))
+    TRACES["layer"] = load_file(FOLDERS["layer"] / "trace.safetensors")
 
 
 class Case(NamedTuple):
@@ -78,29 +86,28 @@ def every(fixture: str, worlds: tuple[int, ...]) -> list[Case]:
     return [case for case in factorisations(fixture, worlds) if not obstacles(case)]
 
 
-# Every possible topology of 1, 2, 4, 8 (tiny) and 2, 3, 4, 6, 8 devices (odd) runs on one of the fixtures; a program
-# takes seconds to compile, so a split of experts that several fixtures allow runs on the smallest of them.
-NAMED_TINY = [Case("tiny", dp, tp, dp * tp) for dp, tp in
-              ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4), (8, 1))]  # fmt: skip
-NAMED_ODD = [Case("odd", dp, tp, dp * tp) for dp, tp in ((2, 1), (2, 2), (4, 2))]
-CASES = [
-    *NAMED_TINY,
-    *(c for c in every("tiny", (4, 8)) if c.attn_tp == 4 and c.moe_tp > 1),
-    *NAMED_ODD,
-    *every("odd", (3, 6)),
-    *(c for c in every("wide", (2, 4, 8)) if c.moe_tp > 1),
-    Case("wide", 2, 2, 4),
-]
+# A program of a golden fixture takes seconds to compile. So each fixture runs the meshes that matter most to it, and
+# the remaining factorisations of up to 8 devices run on a model of one layer.
+WORLDS = (1, 2, 3, 4, 6, 8)
+GOLDEN = [
+    *(Case("tiny", dp, tp, dp * tp) for dp, tp in
+      ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2), (2, 4), (8, 1))),
+    *(Case("odd", dp, tp, dp * tp) for dp, tp in ((3, 2), (2, 3), (6, 1), (1, 6))),
+    Case("odd", 3, 2, 3), Case("odd", 2, 3, 2), Case("odd", 6, 1, 2), Case("odd", 4, 2, 4),
+    Case("wide", 2, 2, 1), Case("wide", 4, 2, 2),
+]  # fmt: skip
+CASES = [*GOLDEN, *(c for c in every("layer", WORLDS) if c.sizes not in {golden.sizes for golden in GOLDEN})]
 
 
 def test_the_cases_are_all_topologies():
+    """Whatever divides a fixture runs on some model, and the one-layer model divides by everything that refines."""
     run = {case.sizes for case in CASES}
     for fixture, worlds, possible in (("tiny", (1, 2, 4, 8), 26), ("odd", (2, 3, 4, 6, 8), 36)):
         found = every(fixture, worlds)
         assert len(found) == possible
         assert {case.sizes for case in found} <= run
-    assert len(set(CASES)) == len(CASES)
-    assert {case.fixture for case in CASES} == set(FOLDERS)
+    refined = [c for c in factorisations("layer", WORLDS) if c.attn_tp % c.moe_tp == 0 or c.moe_tp % c.attn_tp == 0]
+    assert run == {case.sizes for case in refined} and len(CASES) == len(run)
 
 
 def strict_json(text: str) -> dict[str, Any]:
@@ -248,10 +255,12 @@ def one_program_per_shape() -> Iterator[None]:
     ("case", "counts"),
     [
         (Case("tiny", 4, 2, 8), [0, 3, 1, 0]),
-        (Case("tiny", 4, 2, 8), [4, 0, 0, 0]),
-        (Case("tiny", 4, 2, 8), [0, 0, 0, 4]),
-        (Case("tiny", 4, 2, 8), [2, 0, 1, 1]),
-        (Case("tiny", 4, 1, 2), [0, 3, 1, 0]),
+        (Case("layer", 4, 2, 8), [0, 3, 1, 0]),
+        (Case("layer", 4, 2, 8), [4, 0, 0, 0]),
+        (Case("layer", 4, 2, 8), [0, 0, 0, 4]),
+        (Case("layer", 4, 2, 4), [2, 0, 1, 1]),
+        (Case("layer", 4, 1, 2), [0, 3, 1, 0]),
+        (Case("layer", 4, 1, 4), [0, 0, 0, 4]),
     ],
     ids=str,
 )
