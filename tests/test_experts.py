@@ -17,7 +17,7 @@ from jaxcoll.collectives import all_reduce, declare_partial
 from jaxcoll.topology import Topology
 from models.deepseek_v4 import experts
 from models.deepseek_v4.config import Config
-from models.deepseek_v4.experts import Experts, gated, merge_repeats
+from models.deepseek_v4.experts import Experts, gated
 from models.deepseek_v4.moe import MoE
 from models.deepseek_v4.router import Routing
 
@@ -226,15 +226,6 @@ def test_the_limit_holds_on_both_paths(form, gate, up):
     names.append(("layers.1.ffn.shared_experts", 1.0))
     wanted = sum(w * hidden * tensors[f"{name}.w2.weight"].astype(np.float64).sum(axis=1) for name, w in names)
     np.testing.assert_allclose(found[0], wanted, rtol=1e-5, atol=1e-6 * abs(hidden))
-
-
-def test_repeats_are_merged_into_the_first_mention():
-    ids = jnp.array([[2, 2, 5], [7, 1, 7], [4, 4, 4], [0, 1, 2], [-1, 3, -1]])
-    weights = jnp.array([[0.25, 0.75, 1], [1, 2, 4], [1, 2, 4], [1, 2, 4], [jnp.nan, 2, 1]])
-    merged = merge_repeats(Routing(ids, weights))
-    assert merged.ids.tolist() == [[2, -1, 5], [7, 1, -1], [4, -1, -1], [0, 1, 2], [-1, 3, -1]]
-    assert merged.weights[:4].tolist() == [[1, 0, 1], [5, 2, 0], [7, 0, 0], [1, 2, 4]]
-    assert merged.weights[4, 1] == 2
 
 
 FLASH = dict(hidden_size=4096, n_routed_experts=256, moe_intermediate_size=2048, num_experts_per_tok=6)

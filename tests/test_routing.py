@@ -160,3 +160,12 @@ def test_bad_sizes_are_refused_with_the_numbers():
             functools.partial(plan_routes, num_experts=8, num_ranks=4),
             jax.ShapeDtypeStruct((10**9, 5), jnp.int32),
         )
+
+
+def test_repeats_are_merged_into_the_first_mention():
+    ids = jnp.array([[2, 2, 5], [7, 1, 7], [4, 4, 4], [0, 1, 2], [-1, 3, -1]])
+    weights = jnp.array([[0.25, 0.75, 1], [1, 2, 4], [1, 2, 4], [1, 2, 4], [jnp.nan, 2, 1]])
+    merged, summed = merge_repeats(ids, weights)
+    assert merged.tolist() == [[2, -1, 5], [7, 1, -1], [4, -1, -1], [0, 1, 2], [-1, 3, -1]]
+    assert summed[:4].tolist() == [[1, 0, 1], [5, 2, 0], [7, 0, 0], [1, 2, 4]]
+    assert summed[4].tolist() == [0, 2, 0]

@@ -77,9 +77,3 @@ def cache_shapes(config: Config, slots: int, max_seq_len: int) -> list[LayerCach
             indexer = _compressor(config, ratio, config.index_head_dim, slots, max_seq_len, dtype)
         shapes.append(LayerCache(window, compressor, indexer))
     return shapes
-
-
-def cache_bytes(config: Config, slots: int, max_seq_len: int) -> int:
-    """Bytes of all layers' caches for `slots` slots."""
-    leaves = jax.tree.leaves(cache_shapes(config, slots, max_seq_len))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcoll.linear import parameter
+from jaxcoll.routing import merge_repeats
 from jaxcoll.topology import Topology
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.router import Routing
@@ -30,15 +31,6 @@ DENSE_WORK = 5e8
 def gated(w1_out: Array, w3_out: Array, limit: float) -> Array:
     """silu(min(gate, L)) * clip(up, -L, L): the gate is not clipped from below."""
     return jax.nn.silu(jnp.minimum(w1_out, limit)) * jnp.clip(w3_out, -limit, limit)
-
-
-def merge_repeats(routing: Routing) -> Routing:
-    """Gives an expert named twice by one row to its first mention, with the summed weight; later ones become -1."""
-    same = routing.ids[:, :, None] == routing.ids[:, None, :]
-    k = routing.ids.shape[1]
-    earlier = jnp.any(same & jnp.tril(jnp.ones((k, k), bool), -1), axis=2)
-    weights = jnp.sum(jnp.where(same, routing.weights[:, None, :], 0), axis=2)
-    return Routing(jnp.where(earlier, -1, routing.ids), jnp.where(earlier, 0, weights))
 
 
 class Experts(nnx.Module):
@@ -126,7 +118,7 @@ class Experts(nnx.Module):
     def _grouped(self, x: Array, routing: Routing) -> Array:
         """Rows sorted by expert, one grouped matmul: work follows the routed rows, not rows x experts."""
         local = self.w1.shape[0]
-        merged = merge_repeats(routing)
+        merged = Routing(*merge_repeats(routing.ids, routing.weights))
         g, k = merged.ids.shape
         mine = (merged.ids >= 0) & (merged.ids < local)
         expert = jnp.where(mine, merged.ids, local).reshape(-1)
