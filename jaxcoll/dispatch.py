@@ -25,6 +25,7 @@ from jaxcoll.level import (
     add_up,
     depart,
     go_home,
+    joined,
     local_expert_counts,
     routing_of,
 )
@@ -60,6 +61,8 @@ class DispatchSpec:
         kernels: what packs and adds up rows: "pallas", "xla", or None for what the device and the shapes allow.
         small_pair: rows of the block, from one rank to another, that the dense transport tries before the proven
             bound; None chooses it from the shapes.
+        chosen_from: experts that rows choose from, where `num_experts` are only some of them (a wave); it sizes
+            small_pair. None is all.
     """
 
     num_experts: int
@@ -72,6 +75,7 @@ class DispatchSpec:
     scale_kind: ScaleKind = "float32"
     kernels: Kernels | None = None
     small_pair: int | None = None
+    chosen_from: int | None = None
 
     def __post_init__(self):
         choices = {"mode": Mode, "transport": Transport, "wire": WireChoice, "scale_kind": ScaleKind}
@@ -118,10 +122,11 @@ class DispatchSpec:
         ranks = lax.axis_size(inner) if inner else 1
         n_hosts = lax.axis_size(self.hosts) if self.hosts else 1
         local = experts_per_rank(self.num_experts, ranks * n_hosts)
-        last = Level(inner, ranks, local, self.mode, self.transport, self.small_pair)
+        share = 1.0 if self.chosen_from is None else self.num_experts / self.chosen_from
+        last = Level(inner, ranks, local, self.mode, self.transport, self.small_pair, share)
         if not self.hosts:
             return (last,)
-        return Level(self.hosts, n_hosts, local * ranks, "normal", self.transport, self.small_pair), last
+        return Level(self.hosts, n_hosts, local * ranks, "normal", self.transport, self.small_pair, share), last
 
 
 @jax.tree_util.register_dataclass
@@ -248,13 +253,30 @@ def dispatch_start(
     x: Array, topk_ids: Array, topk_weights: Array, spec: DispatchSpec, *, count: Array | None = None
 ) -> Dispatching:
     """The first phase of `dispatch`: counts are exchanged and rows sent. Arguments and errors are those of it."""
+    return depart_rows(*rows_of_moe_tp(x, topk_ids, topk_weights, spec, count), spec)
+
+
+def rows_of_moe_tp(
+    x: Array, topk_ids: Array, topk_weights: Array, spec: DispatchSpec, count: Array | None
+) -> tuple[Array, Array, Array]:
+    """What `dispatch_start` does before rows depart: arguments checked, repeats merged, rows shared over moe_tp.
+
+    Returns:
+        x, ids (-1 for nobody, each expert once per row) and weights (0 where nobody), of the rows of all ranks of
+        moe_tp; SHARD over moe_ep, REPLICA over moe_tp.
+    """
     _check_rows(x, topk_ids, topk_weights, spec)
-    wire, levels = resolve(spec.wire, x.dtype, x.shape[1]), spec.levels()
     real = (topk_ids >= 0) & (topk_ids < spec.num_experts)
     if count is not None:
         real &= jnp.arange(x.shape[0])[:, None] < count
     ids, weights = merge_repeats(jnp.where(real, topk_ids, -1), topk_weights)
     x, ids, weights = (all_gather(a, spec.moe_tp, 0) for a in (x, ids, weights))
+    return x, ids, weights
+
+
+def depart_rows(x: Array, ids: Array, weights: Array, spec: DispatchSpec) -> Dispatching:
+    """Sends rows that `rows_of_moe_tp` has prepared."""
+    wire, levels = resolve(spec.wire, x.dtype, x.shape[1]), spec.levels()
     arrived, handle = depart(levels[0], ids, weights, functools.partial(_pack, x, spec, wire))
     handles = (handle,)
     if len(levels) == 2:
@@ -280,16 +302,19 @@ def dispatch_finish(sent: Dispatching) -> tuple[Received | ReceivedPerExpert, Ha
     return Received(x, ids, weights, counts[:, 0], local_expert_counts(level, ids, last)), handle
 
 
-def meanwhile[Result](sent: Dispatching, result: Result) -> tuple[Dispatching, Result]:
-    """Asks for independent work to be done while the rows of a dispatch travel.
+def meanwhile[Sent: (Dispatching, Combining), Result](sent: Sent, result: Result) -> tuple[Sent, Result]:
+    """Asks for independent work to be done while rows travel, there or home.
 
     XLA may schedule it anywhere. Here whatever uses the rows waits for the work's `result` (arrays, none PARTIAL), so
     the cheapest place for it is between the start of the exchange and its end; what XLA made of that, the compiled
     program says.
 
     Returns:
-        `sent` for `dispatch_finish`, and the result.
+        `sent` for `dispatch_finish` or `combine_finish`, and the result.
     """
+    if isinstance(sent, Combining):
+        home, result = lax.optimization_barrier((sent.home, result))
+        return dataclasses.replace(sent, home=home), result
     values, result = lax.optimization_barrier((sent.arrived.values, result))
     return dataclasses.replace(sent, arrived=dataclasses.replace(sent.arrived, values=values)), result
 
@@ -329,10 +354,16 @@ def combine_start(y: Array, handle: Handle) -> Combining:
     return Combining(go_home(y, handle.levels[0]), handle)
 
 
-def combine_finish(sent: Combining) -> Array:
-    """The second phase of `combine`: adds up what came home. Result as there."""
-    handle, tp = sent.handle, sent.handle.spec.moe_tp
-    rows = add_up(sent.home, handle.levels[0], handle.dtype, handle.spec.kernels)
+def combine_finish(*sent: Combining) -> Array:
+    """The second phase of `combine`: adds up what came home. Result as there.
+
+    Several: dispatches of the same rows to different experts (waves). Their results are added up as if they had
+    travelled together, in one float32 sum that is rounded once.
+    """
+    handle, levels = sent[0].handle, [s.handle.levels[0] for s in sent]
+    tp = handle.spec.moe_tp
+    home = jnp.concatenate([s.home for s in sent]) if len(sent) > 1 else sent[0].home
+    rows = add_up(home, joined(levels, [len(s.home) for s in sent]), handle.dtype, handle.spec.kernels)
     return reduce_scatter(declare_partial(rows, tp), tp, 0) if tp else rows
 
 

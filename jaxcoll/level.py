@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -38,6 +38,7 @@ class Level:
         mode: "normal": one copy per (row, rank). "low_latency": one copy per (row, expert), sorted by expert.
         transport: see exchange.py.
         small_pair: block that the dense transport tries first; None chooses it from the shapes.
+        share: of all choices that rows make, those that are expected to name an expert of this level.
     """
 
     group: Group
@@ -46,6 +47,7 @@ class Level:
     mode: Mode
     transport: Transport
     small_pair: int | None = None
+    share: float = 1.0
 
     def capacities(self, rows: int, k: int) -> Capacities:
         """Proven bounds for `rows` rows per rank that each name at most k experts, each once.
@@ -69,7 +71,8 @@ class Level:
 
         Near the proven bound a second program buys nothing, so it is the bound.
         """
-        mean = rows * (1 - (1 - 1 / self.ranks) ** k) if self.mode == "normal" else rows * k / self.ranks
+        k_here = k * self.share
+        mean = rows * (1 - (1 - 1 / self.ranks) ** k_here) if self.mode == "normal" else rows * k_here / self.ranks
         balanced = 8 * math.ceil((mean + 4 * math.sqrt(mean)) / 8)
         return balanced if balanced <= 0.75 * pair else pair
 
@@ -166,6 +169,18 @@ def go_home(y: Array, handle: LevelHandle) -> Array:
 def add_up(home: Array, handle: LevelHandle, dtype: Any, kernels: Kernels | None) -> Array:
     """[S, D] -> [T, D] in `dtype`: the float32 sum of each row's results, weighted here in low latency."""
     return combine_rows(home.astype(dtype), handle.slots, handle.weights, kernels=kernels)
+
+
+def joined(handles: Sequence[LevelHandle], rows: Sequence[int]) -> LevelHandle:
+    """One handle for packed orders laid end to end, each `rows` long, whose choices are disjoint."""
+    if len(handles) == 1:
+        return handles[0]
+    slots, weights, start = handles[0].slots, handles[0].weights, 0
+    for handle, before in zip(handles[1:], rows[:-1], strict=True):
+        start += before
+        slots = jnp.where(handle.slots >= 0, handle.slots + start, slots)
+        weights = None if weights is None or handle.weights is None else weights + handle.weights
+    return dataclasses.replace(handles[0], slots=slots, weights=weights)
 
 
 def local_expert_counts(level: Level, ids: Array | None, handle: LevelHandle) -> Array:

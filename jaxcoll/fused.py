@@ -1,0 +1,117 @@
+"""Routed experts in one call: rows out, through the experts, and home, in waves of experts whose exchanges overlap.
+
+While wave i's experts compute, wave i+1's rows come and wave i-1's results go home. What an expert computes is the
+caller's. Source: communication semantics, section 6 (FuseEP: one call, complete routed output in source order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxcoll.collectives import declare_partial
+from jaxcoll.dispatch import (
+    Combining,
+    Dispatching,
+    DispatchSpec,
+    Received,
+    ReceivedPerExpert,
+    combine_finish,
+    combine_start,
+    depart_rows,
+    dispatch_finish,
+    meanwhile,
+    rows_of_moe_tp,
+)
+from jaxcoll.routing import check_row_numbers, experts_per_rank
+
+Array = jax.Array
+MOST_WAVES = 4  # each wave is an exchange more, which costs its latency; two already hide half of the bytes
+
+Weights = Any
+ExpertFn = Callable[[Weights, Received | ReceivedPerExpert], Array]
+
+
+def fused_moe(
+    hidden: Array,
+    topk_ids: Array,
+    topk_weights: Array,
+    expert_weights: Weights,
+    experts: ExpertFn,
+    spec: DispatchSpec,
+    *,
+    waves: int | None = None,
+    count: Array | None = None,
+) -> Array:
+    """Every row through the experts that it chose, weighted and summed, back in the order of the rows.
+
+    Args:
+        hidden: [T, D] SHARD over moe_ep and moe_tp: this rank's own rows.
+        topk_ids, topk_weights: [T, K], as for `dispatch`.
+        expert_weights: a tree of arrays [L, ...], this rank's own experts first.
+        experts: computes a wave: (expert_weights of the wave's experts, what arrived for them, numbered from 0) ->
+            [R, D] or [L, C, D], as `combine` takes them; with moe_tp each of its ranks returns its addend (SHARD).
+        spec: how rows travel. low_latency sends no row more than a single exchange would; normal sends a row to a
+            rank once for each wave in which it has an expert there.
+        waves: into how many the L experts are cut, as equal as possible; None is `default_waves`.
+        count: int32 scalar; rows from it on are padding. Default: all T are real.
+
+    Returns:
+        [T, D] in the rows' type, SHARD over moe_ep and moe_tp. low_latency: equal to one dispatch and combine bit by
+        bit. Rows that are nobody's are zeros. Wire bytes: the waves' dispatches and combines.
+
+    Raises:
+        StateError, ValueError: as `dispatch` and `combine`; or waves are not in 1..L.
+    """
+    ranks = lax.axis_size(spec.moe_ep) if spec.moe_ep else 1
+    local = experts_per_rank(spec.num_experts, ranks)
+    cuts = wave_cuts(local, default_waves(local) if waves is None else waves)
+    rows, ids, weights = rows_of_moe_tp(hidden, topk_ids, topk_weights, spec, count)
+    check_row_numbers("fused_moe (its results)", {"T": ids.shape[0], "K": ids.shape[1], "waves": len(cuts)})
+    sent = _depart(rows, ids, weights, spec, local, cuts[0])
+    home: list[Combining] = []
+    for i, (first, size) in enumerate(cuts):
+        following = _depart(rows, ids, weights, spec, local, cuts[i + 1]) if i + 1 < len(cuts) else None
+        received, handle = dispatch_finish(sent)
+        y = experts(jax.tree.map(lambda w: w[first : first + size], expert_weights), received)  # noqa: B023
+        if home:
+            home[-1], y = meanwhile(home[-1], y)
+        if following is not None:
+            sent, y = meanwhile(following, y)
+        home.append(combine_start(declare_partial(y, spec.moe_tp), handle))
+    return combine_finish(*home)
+
+
+def default_waves(local_experts: int) -> int:
+    """Waves where none are asked for: at most MOST_WAVES, each with an expert at least."""
+    return min(MOST_WAVES, local_experts)
+
+
+def wave_cuts(local_experts: int, waves: int) -> list[tuple[int, int]]:
+    """(first, size) of each wave's experts on every rank; the first ones are one larger where they do not divide.
+
+    Raises:
+        ValueError: waves are not in 1..local_experts.
+    """
+    if not 1 <= waves <= local_experts:
+        raise ValueError(f"waves must be from 1 to the {local_experts} experts of a rank, not {waves}")
+    base, larger = divmod(local_experts, waves)
+    sizes = [base + (wave < larger) for wave in range(waves)]
+    return [(sum(sizes[:wave]), size) for wave, size in enumerate(sizes)]
+
+
+def _depart(
+    rows: Array, ids: Array, weights: Array, spec: DispatchSpec, local: int, cut: tuple[int, int]
+) -> Dispatching:
+    """Sends the copies for one wave: its experts are numbered as if there were no others."""
+    first, size = cut
+    rank, expert = ids // local, ids % local - first
+    here = (ids >= 0) & (expert >= 0) & (expert < size)
+    wave = replace(spec, num_experts=spec.num_experts // local * size, chosen_from=spec.num_experts)
+    ids = jnp.where(here, rank * size + expert, -1)
+    return depart_rows(rows, ids, jnp.where(here, weights, 0), wave)
