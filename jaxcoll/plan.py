@@ -12,64 +12,16 @@ from typing import Any, Literal, get_args
 
 from jaxcoll.combine import Way, combine_impossible
 from jaxcoll.gather import gather_impossible
-from jaxcoll.level import Mode
+from jaxcoll.hand_over import Alternative, HandOver, PlanError
+from jaxcoll.plan_exchange import Exchange, choose_exchange
 from jaxcoll.rows import GatherMode, RowPlan, StepFacts, plan_rows
 from jaxcoll.settings import Settings
 from jaxcoll.topology import Topology
-from jaxcoll.wire import WireChoice
 
 Gather = GatherMode | Literal["none"]
 SharedExpert = Literal["sharded", "replicated", "replicated_local"]
 Head = Literal["attn_tp", "world"]
-Backend = Literal["gather", "all_to_all"]
-
-
-class PlanError(ValueError):
-    """A plan that cannot exist here; the message says why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Alternative:
-    """A path that was not taken: `impossible` here, or only not what the rules choose."""
-
-    path: str
-    impossible: bool
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {'impossible' if self.impossible else 'not chosen'} because {self.reason}"
-
-
-@dataclasses.dataclass(frozen=True)
-class HandOver:
-    """One hand-over of a layer.
-
-    Attributes:
-        name: attention, gather or dispatch, combine, shared_expert or head.
-        path: what runs.
-        collectives: verb and group of each collective, in order.
-        before, after: states over (attn_dp, attn_tp).
-        reduces: whether a partial sum is completed here.
-        reason: why this path.
-        others: the paths that do not run.
-    """
-
-    name: str
-    path: str
-    collectives: tuple[tuple[str, str], ...]
-    before: str
-    after: str
-    reduces: bool
-    reason: str
-    others: tuple[Alternative, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """How an all-to-all carries rows: see `dispatch.DispatchSpec`."""
-
-    mode: Mode
-    wire: WireChoice
+Backend = Literal["gather", "all_to_all", "fused"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +48,9 @@ class LayerPlan:
 
     @property
     def backend(self) -> Backend:
-        return "all_to_all" if self.exchange else "gather"
+        if self.exchange is None:
+            return "gather"
+        return "fused" if self.exchange.overlap == "waves" else "all_to_all"
 
     @property
     def mode(self) -> GatherMode:
@@ -143,7 +97,7 @@ def plan_layer(
     """
     settings = settings or Settings()
     roomy = _checked_room(topology, counts, room)
-    if settings.moe_backend == "all_to_all":
+    if settings.moe_backend in ("all_to_all", "fused"):
         return _plan_all_to_all(topology, counts, roomy, settings, shared_width)
     ruled = plan_rows(roomy, topology.attn_tp, facts=facts, bucketed=True)
     gather, why_gather = _choose_gather(topology, ruled, settings, elastic=facts is not None and facts.elastic)
@@ -164,29 +118,16 @@ def _plan_all_to_all(
     topology: Topology, counts: Sequence[int], room: Sequence[int], settings: Settings, shared_width: int
 ) -> LayerPlan:
     """Each row goes to its experts' ranks and home again, where it is added up (communication semantics, section 5)."""
-    for name in ("gather", "combine"):
-        if (named := getattr(settings, name)) != "auto":
-            raise PlanError(f"{name} {named} is impossible here because an all_to_all was asked for, which has none")
-    why = "it was asked for by name"
-    mode: Mode = "low_latency" if settings.dispatch == "auto" else settings.dispatch
-    why_mode = "every replica decodes" if settings.dispatch == "auto" else why
-    other = Alternative("low_latency" if mode == "normal" else "normal", False, why_mode)
+    exchange, (there, back) = choose_exchange(topology, settings)
     shared, why_shared = choose_shared_expert(topology, settings, shared_width)
-    collectives = (("all_to_all", "moe_ep"),) if topology.world > topology.moe_tp else ()
-    back = collectives
-    if topology.moe_tp > 1:
-        collectives, back = (("all_gather", "moe_tp"), *collectives), (*back, ("reduce_scatter", "moe_tp"))
-    if topology.attn_tp > 1:
-        back = (*back, ("all_gather", "attn_tp"))
     hand_overs = (
         _attention(topology),
-        HandOver("dispatch", mode, collectives, "(S, R)", "(S, S)", False, why_mode, (other,)),
-        HandOver("combine", "all_to_all", back, "(S, S)", "(S, R)", True, "results go home the way rows came"),
+        there,
+        back,
         _shared_hand_over(topology, shared, why_shared, shared_width),
         _head(topology, settings.head),
     )
-    rows = _rows_in_room(topology, counts, room, "none", why)
-    exchange = Exchange(mode, settings.wire)
+    rows = _rows_in_room(topology, counts, room, "none", "it was asked for by name")
     return LayerPlan("none", "all_to_all", shared, settings.head, rows, settings.mask_dp_pad, hand_overs, exchange)
 
 
@@ -253,7 +194,7 @@ def expert_parallel_rule(topology: Topology) -> bool:
 def choose_shared_expert(topology: Topology, settings: Settings, width: int) -> tuple[SharedExpert, str]:
     """How the shared expert is held, and why: it decides where its weights live, so counts have no say."""
     local = settings.shared_expert_local
-    if settings.moe_backend == "all_to_all":
+    if settings.moe_backend in ("all_to_all", "fused"):
         return "replicated_local", "an all_to_all leaves each rank its own rows, so each needs the whole expert"
     if width % topology.world:
         kind: SharedExpert = "replicated_local" if local else "replicated"

@@ -15,7 +15,9 @@ from jaxcoll.wire import WireChoice
 
 GatherChoice = Literal["auto", "gather_v", "sum_len", "max_len"]
 HeadChoice = Literal["attn_tp", "world"]
-BackendChoice = Literal["auto", "gather", "all_to_all"]
+BackendChoice = Literal["auto", "gather", "all_to_all", "fused"]
+OverlapChoice = Literal["auto", "none", "shared_expert", "two_batch"]
+LevelsChoice = Literal["auto", "flat", "hosts"]
 DispatchChoice = Literal["auto", "normal", "low_latency"]
 CombineChoice = Literal["auto", "all_reduce", "reduce_scatter_v", "reduce_scatter"]
 
@@ -42,10 +44,15 @@ class Settings:
         gather: how rows reach the experts; "auto" follows the rules.
         combine: how they come back; "auto" follows the rules.
         head: the vocabulary is cut over attn_tp (SGLang's enable_dp_lm_head) or over the world.
-        moe_backend: "gather" brings all rows to every rank, "all_to_all" each row to its experts' ranks; "auto" is
-            gather, as in SGLang.
+        moe_backend: "gather" brings all rows to every rank, "all_to_all" each row to its experts' ranks, "fused" too,
+            in waves of experts; "auto" is gather, as in SGLang.
         dispatch: form of the all-to-all; "auto" is low_latency when every replica decodes.
         wire: how rows look on an all-to-all's way; "auto" is the activations' type.
+        overlap: what is computed while an all-to-all's rows travel; "auto" is the shared expert, and for fused other
+            experts.
+        levels: "hosts" sends one copy per destination host, and on inside the host; "flat" straight to the ranks;
+            "auto" is hosts where there are several.
+        redundant_experts: copies of experts beyond the first of each.
         use_gatherv: rules may take gather_v, and with it reduce_scatter_v (SGLANG_DP_USE_GATHERV).
         use_reduce_scatter: rules may take the equal reduce_scatter (SGLANG_DP_USE_REDUCE_SCATTER); None is on for
             ROCm and off otherwise.
@@ -62,6 +69,9 @@ class Settings:
     moe_backend: BackendChoice = "auto"
     dispatch: DispatchChoice = "auto"
     wire: WireChoice = "auto"
+    overlap: OverlapChoice = "auto"
+    levels: LevelsChoice = "auto"
+    redundant_experts: int = 0
     use_gatherv: bool = False
     use_reduce_scatter: bool | None = None
     shared_expert_tp1: bool = False
@@ -71,6 +81,7 @@ class Settings:
     def __post_init__(self):
         choices = {"gather": GatherChoice, "combine": CombineChoice, "head": HeadChoice}
         choices |= {"moe_backend": BackendChoice, "dispatch": DispatchChoice, "wire": WireChoice}
+        choices |= {"overlap": OverlapChoice, "levels": LevelsChoice}
         for name, choice in choices.items():
             value = getattr(self, name)
             if value not in get_args(choice):

@@ -159,12 +159,18 @@ class PathOptions:
     """Experts' partial sums to own rows."""
     head: Literal["attn_tp", "world"] | None = None
     """Group over which the vocabulary is cut."""
-    moe_backend: Literal["auto", "gather", "all_to_all"] | None = None
-    """All rows to every rank, or each row to its experts' ranks."""
+    moe_backend: Literal["auto", "gather", "all_to_all", "fused"] | None = None
+    """All rows to every rank, or each row to its experts' ranks, fused: in waves of experts."""
     dispatch: Literal["auto", "normal", "low_latency"] | None = None
     """Form of the all-to-all."""
     wire: Literal["auto", "f32", "bf16", "fp8"] | None = None
     """How rows look on the all-to-all's way."""
+    overlap: Literal["auto", "none", "shared_expert", "two_batch"] | None = None
+    """What is computed while the all-to-all's rows travel; two_batch: the other half of the rows."""
+    levels: Literal["auto", "flat", "hosts"] | None = None
+    """One copy of a row per destination host, and on inside it, or straight to the ranks."""
+    redundant_experts: Annotated[OptionalSize, arg(help_behavior_hint="(default: 0)")] = None
+    """Copies of experts beyond the first of each, so that moe_ep divides their number."""
 
     def settings(self) -> "Settings":
         """The settings of these options over those of the environment; imports jaxcoll, and jax with it.

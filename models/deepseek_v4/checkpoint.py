@@ -298,7 +298,7 @@ def _check_tensors(
     faults: collections.defaultdict[str, list[str]] = collections.defaultdict(list)
     used: set[str] = set()
     for spec in specs.values():
-        for name in spec.tensors:
+        for name in dict.fromkeys(spec.tensors):  # one parameter may hold copies of a tensor
             if name in used:
                 faults["used twice"].append(name)
             used.add(name)

@@ -5,6 +5,7 @@ What leaves here is a contribution (one addend per rank) that the caller declare
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxcoll.dispatch import Received, ReceivedPerExpert
 from jaxcoll.linear import parameter
+from jaxcoll.placement import Placement
 from jaxcoll.routing import merge_repeats
 from jaxcoll.topology import Topology
 from models.deepseek_v4.config import Config
@@ -34,12 +37,13 @@ def gated(w1_out: Array, w3_out: Array, limit: float) -> Array:
 
 
 class Experts(nnx.Module):
-    """The routed experts: cut over moe_ep by expert and over moe_tp by width."""
+    """The routed experts: cut over moe_ep by (physical) expert and over moe_tp by width."""
 
-    def __init__(self, config: Config, topology: Topology, dtype: Any):
+    def __init__(self, config: Config, topology: Topology, dtype: Any, placement: Placement | None = None):
         c, ep, tp = config, topology.group("moe_ep") or None, topology.group("moe_tp") or None
         self.config, self.ep = config, topology.group("moe_ep")
-        wide = (c.n_routed_experts, c.moe_intermediate_size, c.hidden_size)
+        experts = c.n_routed_experts if placement is None else placement.num_physical
+        wide = (experts, c.moe_intermediate_size, c.hidden_size)
         self.w1 = parameter(wide, dtype, P(ep, tp, None))
         self.w3 = parameter(wide, dtype, P(ep, tp, None))
         self.w2 = parameter((wide[0], wide[2], wide[1]), dtype, P(ep, None, tp))
@@ -49,7 +53,7 @@ class Experts(nnx.Module):
 
         Args:
             x: [G, D], REPLICA over the world.
-            routing: of the same rows.
+            routing: of the same rows, by physical expert.
             active: [G] bool; padding rows are nobody's.
 
         Returns:
@@ -59,6 +63,22 @@ class Experts(nnx.Module):
         first = lax.axis_index(self.ep) * local if self.ep else 0
         ids = jnp.where(active[:, None], routing.ids - first, -1)
         return self._choose_form(x)(x, Routing(ids, routing.weights))
+
+    def weights(self) -> tuple[Array, Array, Array]:
+        """w1, w3, w2 of this rank's own experts, each [L, ...]; SHARD over the world."""
+        return self.w1[...], self.w3[...], self.w2[...]
+
+    def on(self, received: Received | ReceivedPerExpert) -> Array:
+        """What a dispatch brought, through the experts that it is for: see `received` and `received_per_expert`."""
+        if isinstance(received, Received):
+            return self.received(received.x, Routing(received.topk_ids, received.topk_weights))
+        return self.received_per_expert(received.x, received.tokens_per_expert)
+
+    def wave(self, weights: tuple[Array, Array, Array], received: Received | ReceivedPerExpert) -> Array:
+        """`on` with the weights of some of this rank's experts in place of all."""
+        some = copy.copy(self)
+        some.w1, some.w3, some.w2 = map(nnx.Param, weights)
+        return some.on(received)
 
     def received(self, x: Array, routing: Routing) -> Array:
         """Rows that were sent to this rank, through the experts that they chose here.

@@ -13,13 +13,14 @@ import jax
 from flax import nnx
 
 from jaxcoll.collectives import all_reduce
+from jaxcoll.placement import Placement
 from jaxcoll.plan import SharedExpert
 from jaxcoll.topology import Topology
 from models.deepseek_v4.attention import Attention
 from models.deepseek_v4.bridge import Bridge
 from models.deepseek_v4.cache import LayerCache
 from models.deepseek_v4.config import Config
-from models.deepseek_v4.hyper_connection import HyperConnection
+from models.deepseek_v4.hyper_connection import HyperConnection, Mix
 from models.deepseek_v4.moe import MoE
 from models.deepseek_v4.norm import RMSNorm
 from models.deepseek_v4.router import Routing
@@ -29,10 +30,23 @@ Array = jax.Array
 scope = jax.named_scope
 
 
+def passed_by(attn_out: Array, moe_out: Array, routing: Routing) -> dict[str, Array]:
+    """What a layer reports for comparison."""
+    return {"attn_out": attn_out, "moe_out": moe_out, "topk_ids": routing.ids, "topk_weights": routing.weights}
+
+
 class Layer(nnx.Module):
     """mHC around attention, mHC around experts."""
 
-    def __init__(self, config: Config, layer: int, topology: Topology, dtype: Any, shared: SharedExpert):
+    def __init__(
+        self,
+        config: Config,
+        layer: int,
+        topology: Topology,
+        dtype: Any,
+        shared: SharedExpert,
+        placement: Placement | None = None,
+    ):
         self.name = f"layer.{layer}"
         self.attn_tp = topology.group("attn_tp")
         self.hc_attn = HyperConnection(config, self.attn_tp)
@@ -40,7 +54,7 @@ class Layer(nnx.Module):
         self.attn = Attention(config, layer, topology, dtype)
         self.hc_ffn = HyperConnection(config, self.attn_tp)
         self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.ffn = MoE(config, layer, topology, dtype, shared)
+        self.ffn = MoE(config, layer, topology, dtype, shared, placement)
 
     def __call__(
         self, streams: Array, rows: Rows, world_tokens: Array, cache: LayerCache, bridge: Bridge
@@ -59,27 +73,37 @@ class Layer(nnx.Module):
             attn_out, moe_out [T, D], topk_ids, topk_weights [T, K], all (S, R). Padding rows are garbage.
         """
         with scope(self.name):
-            with scope("hc_attn.read"):
-                x, mix = self.hc_attn.read(streams)  # [T, D] (S, R)
-                x = self.attn_norm(x)
-            with scope("attn"):
-                y, cache = self.attn(x, rows, cache)  # [T, D] (S, P): each rank's heads
-            with scope("attn.all_reduce"):
-                attn_out = all_reduce(y, self.attn_tp)  # [T, D] (S, R)
-            with scope("hc_attn.write"):
-                streams = self.hc_attn.write(streams, attn_out, mix)  # [T, N, D] (S, R)
-
-            with scope("hc_ffn.read"):
-                x, mix = self.hc_ffn.read(streams)  # [T, D] (S, R)
-                x = self.ffn_norm(x)
+            streams, attn_out, cache = self.attend(streams, rows, cache)  # [T, N, D], [T, D] (S, R)
+            x, mix = self.read_ffn(streams)  # [T, D] (S, R)
             if bridge.plan.backend == "gather":
                 moe_out, routing = self._gathered(x, world_tokens, bridge)  # [T, D] (S, R)
             else:
                 moe_out, routing = self._dispatched(x, rows, bridge)  # [T, D] (S, R)
-            with scope("hc_ffn.write"):
-                streams = self.hc_ffn.write(streams, moe_out, mix)  # [T, N, D] (S, R)
-        seen = {"attn_out": attn_out, "moe_out": moe_out, "topk_ids": routing.ids, "topk_weights": routing.weights}
-        return streams, cache, seen
+            streams = self.write_ffn(streams, moe_out, mix)  # [T, N, D] (S, R)
+        return streams, cache, passed_by(attn_out, moe_out, routing)
+
+    def attend(self, streams: Array, rows: Rows, cache: LayerCache) -> tuple[Array, Array, LayerCache]:
+        """mHC around attention: [T, N, D] (S, R) -> the same, attention's [T, D] (S, R), and the caches."""
+        with scope("hc_attn.read"):
+            x, mix = self.hc_attn.read(streams)  # [T, D] (S, R)
+            x = self.attn_norm(x)
+        with scope("attn"):
+            y, cache = self.attn(x, rows, cache)  # [T, D] (S, P): each rank's heads
+        with scope("attn.all_reduce"):
+            attn_out = all_reduce(y, self.attn_tp)  # [T, D] (S, R)
+        with scope("hc_attn.write"):
+            return self.hc_attn.write(streams, attn_out, mix), attn_out, cache
+
+    def read_ffn(self, streams: Array) -> tuple[Array, Mix]:
+        """What the experts see of the streams, [T, D] (S, R), and how their output will be mixed in."""
+        with scope("hc_ffn.read"):
+            x, mix = self.hc_ffn.read(streams)
+            return self.ffn_norm(x), mix
+
+    def write_ffn(self, streams: Array, moe_out: Array, mix: Mix) -> Array:
+        """The streams with the experts' complete output [T, D] (S, R) in them."""
+        with scope("hc_ffn.write"):
+            return self.hc_ffn.write(streams, moe_out, mix)
 
     def _gathered(self, x: Array, world_tokens: Array, bridge: Bridge) -> tuple[Array, Routing]:
         """All rows to every rank, partial sums home: [T, D] (S, R) -> [T, D] (S, R) complete, and own rows' routing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxcoll.linear import parameter
+from jaxcoll.placement import Placement, place_experts
 from jaxcoll.plan import LayerPlan, choose_shared_expert
 from jaxcoll.settings import Settings
 from jaxcoll.topology import Topology, TopologyError
@@ -21,6 +23,7 @@ from models.deepseek_v4.hyper_connection import HyperHead
 from models.deepseek_v4.layer import Layer
 from models.deepseek_v4.norm import RMSNorm
 from models.deepseek_v4.rows import Rows
+from models.deepseek_v4.two_batch import decode_in_halves
 
 Array = jax.Array
 
@@ -30,12 +33,26 @@ def check_sizes(config: Config, topology: Topology) -> None:
     for group, name in (
         ("attn_tp", "num_attention_heads"),
         ("attn_tp", "o_groups"),
-        ("moe_ep", "n_routed_experts"),
         ("moe_tp", "moe_intermediate_size"),
     ):
         size, total = getattr(topology, group), getattr(config, name)
         if total % size:
             raise TopologyError(f"{group}={size} does not divide {name}={total}")
+
+
+def place(config: Config, topology: Topology, settings: Settings) -> Placement:
+    """Where the experts live: in order, with the redundant copies that the settings ask for.
+
+    Raises:
+        TopologyError: moe_ep does not divide the experts and their copies.
+    """
+    experts, redundant, ranks = config.n_routed_experts, settings.redundant_experts, topology.moe_ep
+    if missing := -(experts + redundant) % ranks:
+        held = f"n_routed_experts={experts}" + (f" and {redundant} redundant copies" if redundant else "")
+        raise TopologyError(
+            f"moe_ep={ranks} does not divide {held}; --redundant-experts {redundant + missing} would fill the gap"
+        )
+    return place_experts(experts, ranks, redundant=redundant)
 
 
 class Embedding(nnx.Module):
@@ -68,7 +85,9 @@ class DeepSeekV4(nnx.Module):
         self.config, self.topology = config, topology
         self.embed = Embedding(config, dtype)
         shared, _ = choose_shared_expert(topology, settings, config.moe_intermediate_size)
-        self.layers = nnx.List([Layer(config, i, topology, dtype, shared) for i in range(config.num_hidden_layers)])
+        self.placement = place(config, topology, settings)
+        kept = topology, dtype, shared, self.placement
+        self.layers = nnx.List([Layer(config, i, *kept) for i in range(config.num_hidden_layers)])
         self.hc_head = HyperHead(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = Head(config, topology, dtype, settings.head)
@@ -94,18 +113,25 @@ class DeepSeekV4(nnx.Module):
         with jax.named_scope("embed"):
             x = self.embed(rows.tokens)
             streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1]))
-        with jax.named_scope("ids.gather"):
-            world_tokens = bridge.world_tokens(rows.tokens) if plan.backend == "gather" else rows.tokens
-        seen: dict[str, list] = {k: [] for k in ("streams", "attn_out", "moe_out", "topk_ids", "topk_weights")}
-        after = []
-        for layer, cache in zip(self.layers, caches, strict=True):
-            seen["streams"].append(streams)
-            streams, cache, passed = layer(streams, rows, world_tokens, cache, bridge)
-            after.append(cache)
-            for name, value in passed.items():
-                seen[name].append(value)
-        seen["streams"].append(streams)
+        decode = decode_in_halves if plan.exchange and plan.exchange.overlap == "two_batch" else self._decode
+        after, entered, passed = decode(self.layers, streams, rows, caches, bridge)
+        seen = {"streams": entered, **{name: [by[name] for by in passed] for name in passed[0]}}
         with jax.named_scope("head"):
-            logits = self.head(self.norm(self.hc_head(streams)), bridge)
+            logits = self.head(self.norm(self.hc_head(entered[-1])), bridge)
         next_token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return after, {"logits": logits, "next_token": next_token, **seen}
+
+    @staticmethod
+    def _decode(
+        layers: Sequence[Layer], streams: Array, rows: Rows, caches: Sequence[LayerCache], bridge: Bridge
+    ) -> tuple[list[LayerCache], list[Array], list[dict[str, Array]]]:
+        """Layer by layer; what it returns, `decode_in_halves` says."""
+        with jax.named_scope("ids.gather"):
+            world_tokens = bridge.world_tokens(rows.tokens) if bridge.plan.backend == "gather" else rows.tokens
+        after, entered, passed = [], [streams], []
+        for layer, cache in zip(layers, caches, strict=True):
+            streams, cache, by = layer(streams, rows, world_tokens, cache, bridge)
+            after.append(cache)
+            entered.append(streams)
+            passed.append(by)
+        return after, entered, passed

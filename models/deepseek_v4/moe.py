@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxcoll.collectives import declare_partial
-from jaxcoll.dispatch import DispatchSpec, Received, combine, dispatch_finish, dispatch_start, meanwhile
+from jaxcoll.dispatch import (
+    Dispatching,
+    DispatchSpec,
+    Handle,
+    combine,
+    dispatch_finish,
+    dispatch_start,
+    meanwhile,
+)
+from jaxcoll.fused import fused_moe
+from jaxcoll.placement import Placement, place_experts, to_physical
 from jaxcoll.plan import SharedExpert
 from jaxcoll.topology import Topology
 from models.deepseek_v4.bridge import Bridge
@@ -20,13 +30,31 @@ from models.deepseek_v4.router import Router, Routing
 Array = jax.Array
 
 
+class Going(NamedTuple):
+    """Own rows on their way: the rows, their routing, what was sent, and the shared expert's output if it is known."""
+
+    own: Array
+    routing: Routing
+    sent: Dispatching
+    shared: Array | None
+
+
 class MoE(nnx.Module):
     """Routed plus shared experts, on all rows (one reduction is left to the caller, by type) or on own rows."""
 
-    def __init__(self, config: Config, layer: int, topology: Topology, dtype: Any, shared: SharedExpert):
+    def __init__(
+        self,
+        config: Config,
+        layer: int,
+        topology: Topology,
+        dtype: Any,
+        shared: SharedExpert,
+        placement: Placement | None = None,
+    ):
         self.shared, self.world, self.moe_tp = shared, topology.group("world"), topology.group("moe_tp")
+        self.placement = placement or place_experts(config.n_routed_experts, topology.moe_ep)
         self.gate = Router(config, layer, dtype)
-        self.experts = Experts(config, topology, dtype)
+        self.experts = Experts(config, topology, dtype, self.placement)
         self.shared_experts = SharedExpertMLP(config, topology, dtype, cut=shared == "sharded")
 
     def __call__(self, x: Array, tokens: Array) -> tuple[Array, Routing]:
@@ -44,13 +72,13 @@ class MoE(nnx.Module):
         """
         active = tokens >= 0
         routing = self.gate(x, jnp.where(active, tokens, 0))
-        y = self.experts(x, routing, active)
+        y = self.experts(x, self._placed(routing), active)
         if self.shared == "sharded":
             y = y + self.shared_experts(x)
         return declare_partial(y, self.world), routing
 
     def dispatched(self, own: Array, tokens: Array, bridge: Bridge) -> tuple[Array, Routing]:
-        """Own rows to their experts' ranks and home again; the shared expert works while they travel.
+        """Own rows to their experts' ranks and home again, by the plan's exchange.
 
         Args:
             own: [C, D] this rank's rows, SHARD over the world.
@@ -60,26 +88,62 @@ class MoE(nnx.Module):
         Returns:
             [C, D] complete, and the routing; SHARD over the world. Padding rows hold the shared expert's garbage.
         """
+        if bridge.plan.backend == "fused":
+            return self._fused(own, tokens, bridge)
+        going = self.send(own, tokens, bridge)
+        y, handle = self.at_experts(going.sent)
+        with jax.named_scope("combine"):
+            return combine(self.partial(y), handle) + self.shared_of(going), going.routing
+
+    def send(self, own: Array, tokens: Array, bridge: Bridge) -> Going:
+        """Routes own rows and sends them; arguments as for `dispatched`. The shared expert works while they travel."""
         with jax.named_scope("route"):
             routing = self.gate(own, tokens)
         with jax.named_scope("dispatch"):
-            sent = dispatch_start(own, routing.ids, routing.weights, self._spec(bridge), count=bridge.own_count())
+            placed = self._placed(routing, first_row=jax.lax.axis_index(self.world) * own.shape[0])
+            sent = dispatch_start(own, *placed, self._spec(bridge), count=bridge.own_count())
+        if bridge.plan.exchange and bridge.plan.exchange.overlap == "none":
+            return Going(own, routing, sent, None)
+        with jax.named_scope("shared"):
             sent, shared = meanwhile(sent, self.shared_experts(own))
+        return Going(own, routing, sent, shared)
+
+    def at_experts(self, sent: Dispatching) -> tuple[Array, Handle]:
+        """What arrived, through this rank's experts: laid out as received, each rank of moe_tp its addend."""
+        with jax.named_scope("dispatch"):
             received, handle = dispatch_finish(sent)
         with jax.named_scope("experts"):
-            if isinstance(received, Received):
-                y = self.experts.received(received.x, Routing(received.topk_ids, received.topk_weights))
-            else:
-                y = self.experts.received_per_expert(received.x, received.tokens_per_expert)
-            y = declare_partial(y, self.moe_tp)
-        with jax.named_scope("combine"):
-            return combine(y, handle) + shared, routing
+            return self.experts.on(received), handle
+
+    def partial(self, y: Array) -> Array:
+        """Results of `at_experts` as what they are: PARTIAL over moe_tp."""
+        return declare_partial(y, self.moe_tp)
+
+    def shared_of(self, going: Going) -> Array:
+        """The shared expert's output for own rows, computed now if it was not before."""
+        return self.shared_experts(going.own) if going.shared is None else going.shared
+
+    def _fused(self, own: Array, tokens: Array, bridge: Bridge) -> tuple[Array, Routing]:
+        spec = self._spec(bridge)
+        with jax.named_scope("route"):
+            routing = self.gate(own, tokens)
+        with jax.named_scope("fused"):
+            weights, count = self.experts.weights(), bridge.own_count()
+            placed = self._placed(routing, first_row=jax.lax.axis_index(self.world) * own.shape[0])
+            y = fused_moe(own, *placed, weights, self.experts.wave, spec, count=count)
+        with jax.named_scope("shared"):
+            return y + self.shared_experts(own), routing
+
+    def _placed(self, routing: Routing, first_row: Array | int = 0) -> Routing:
+        """The same choices by physical expert; rows are numbered so that copies of an expert share them evenly."""
+        return Routing(to_physical(routing.ids, self.placement, first_row), routing.weights)
 
     def _spec(self, bridge: Bridge) -> DispatchSpec:
         exchange = bridge.plan.exchange
         assert exchange is not None
-        experts = self.experts.config.n_routed_experts
-        return DispatchSpec.of(bridge.topology, experts, mode=exchange.mode, wire=exchange.wire)
+        experts = self.placement.num_physical
+        hosts, mode, wire = exchange.hosts, exchange.mode, exchange.wire
+        return DispatchSpec.of(bridge.topology, experts, hosts=hosts, mode=mode, wire=wire)
 
     def shared_apart(self, own: Array, everyone: Array, bridge: Bridge) -> Array | None:
         """A whole shared expert's complete output for own rows, to be added after the reduction.

@@ -9,9 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxcoll.topology import Topology
 from models.deepseek_v4.checkpoint import LoadReport, TensorSpec, load_parameters, unused_tensors
-from models.deepseek_v4.config import Config
 from models.deepseek_v4.model import DeepSeekV4
 
 Path = tuple[Any, ...]
@@ -27,8 +25,9 @@ def published_name(path: Path) -> str:
     return ".".join([*owner, leaf])
 
 
-def tensor_spec(path: Path, variable: nnx.Variable, config: Config, topology: Topology) -> TensorSpec:
+def tensor_spec(path: Path, variable: nnx.Variable, model: DeepSeekV4) -> TensorSpec:
     """How the parameter at `path` is made of published tensors, and where on the mesh it lives."""
+    config, topology = model.config, model.topology
     value = variable.get_value()
     common: dict[str, Any] = {
         "shape": value.shape,
@@ -37,7 +36,7 @@ def tensor_spec(path: Path, variable: nnx.Variable, config: Config, topology: To
     }
     if path[-2] == "experts":
         owner = ".".join(map(str, path[:-1]))
-        names = tuple(f"{owner}.{e}.{path[-1]}.weight" for e in range(config.n_routed_experts))
+        names = tuple(f"{owner}.{e}.{path[-1]}.weight" for e in model.placement.physical_to_logical)
         return TensorSpec(tensors=names, stacked=True, **common)
     names = (published_name(path),)
     if path[-1] == "wo_a":
@@ -69,10 +68,7 @@ def load(
         CheckpointError: a tensor is missing, left over, broken, or of another shape, dtype or range.
     """
     variables = dict(nnx.to_flat_state(nnx.split(model)[1]))
-    specs = {
-        ".".join(map(str, path)): tensor_spec(path, variable, model.config, model.topology)
-        for path, variable in variables.items()
-    }
+    specs = {".".join(map(str, path)): tensor_spec(path, variable, model) for path, variable in variables.items()}
     loaded, report = load_parameters(folder, specs, unused_tensors(model.config), progress)
     return _nested({path: loaded[".".join(map(str, path))] for path in variables}), report
 

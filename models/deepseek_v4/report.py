@@ -43,6 +43,8 @@ def plan_json(plan: LayerPlan) -> dict[str, str | None]:
         "moe_backend": plan.backend,
         "dispatch": plan.exchange.mode if plan.exchange else None,
         "wire": plan.exchange.wire if plan.exchange else None,
+        "overlap": plan.exchange.overlap if plan.exchange else None,
+        "levels": ("hosts" if plan.exchange.hosts else "flat") if plan.exchange else None,
         "kernels": "xla",
     }
 
