@@ -58,6 +58,7 @@ class DispatchSpec:
         wire: how rows look on the way: "auto" as they are, "f32", "bf16", "fp8" (results then come home in bfloat16).
         scale_kind: of fp8: "float32" or "power_of_two".
         kernels: what packs and adds up rows: "pallas", "xla", or None for what the device and the shapes allow.
+        interpret: Pallas kernels are interpreted, which works on one device only.
         small_pair: rows of the block, from one rank to another, that the dense transport tries before the proven
             bound; None chooses it from the shapes.
     """
@@ -71,6 +72,7 @@ class DispatchSpec:
     wire: WireChoice = "auto"
     scale_kind: ScaleKind = "float32"
     kernels: Kernels | None = None
+    interpret: bool = False
     small_pair: int | None = None
 
     def __post_init__(self):
@@ -325,25 +327,26 @@ def combine_start(y: Array, handle: Handle) -> Combining:
         y = _retyped_as_shard(y, spec.moe_tp)
     y = y.reshape(-1, y.shape[-1]).astype(home_dtype(handle.wire))
     for level in reversed(handle.levels[1:]):
-        y = add_up(go_home(y, level), level, y.dtype, spec.kernels)
+        y = add_up(go_home(y, level), level, y.dtype, spec.kernels, interpret=spec.interpret)
     return Combining(go_home(y, handle.levels[0]), handle)
 
 
 def combine_finish(sent: Combining) -> Array:
     """The second phase of `combine`: adds up what came home. Result as there."""
-    handle, tp = sent.handle, sent.handle.spec.moe_tp
-    rows = add_up(sent.home, handle.levels[0], handle.dtype, handle.spec.kernels)
-    return reduce_scatter(declare_partial(rows, tp), tp, 0) if tp else rows
+    handle, spec = sent.handle, sent.handle.spec
+    rows = add_up(sent.home, handle.levels[0], handle.dtype, spec.kernels, interpret=spec.interpret)
+    return reduce_scatter(declare_partial(rows, spec.moe_tp), spec.moe_tp, 0) if spec.moe_tp else rows
 
 
 def _pack(x: Array, spec: DispatchSpec, wire: Wire, plan: RoutePlan) -> Encoded:
-    return pack(x, plan.slots, len(plan.rows), wire, spec.scale_kind, spec.kernels)
+    return pack(x, plan.slots, len(plan.rows), wire, spec.scale_kind, spec.kernels, interpret=spec.interpret)
 
 
 def _pack_again(rows: Encoded, spec: DispatchSpec, plan: RoutePlan) -> Encoded:
     """Copies rows that are encoded already."""
     if rows.scales is None:
-        return Encoded(dispatch_rows(rows.values, plan.slots, len(plan.rows), kernels=spec.kernels), None)
+        how = {"kernels": spec.kernels, "interpret": spec.interpret}
+        return Encoded(dispatch_rows(rows.values, plan.slots, len(plan.rows), **how), None)
     return Encoded(take_rows(rows.values, plan.rows), take_rows(rows.scales, plan.rows))
 
 

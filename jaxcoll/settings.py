@@ -17,6 +17,7 @@ GatherChoice = Literal["auto", "gather_v", "sum_len", "max_len"]
 HeadChoice = Literal["attn_tp", "world"]
 BackendChoice = Literal["auto", "gather", "all_to_all"]
 DispatchChoice = Literal["auto", "normal", "low_latency"]
+KernelsChoice = Literal["auto", "xla", "pallas"]
 CombineChoice = Literal["auto", "all_reduce", "reduce_scatter_v", "reduce_scatter"]
 
 # Field -> environment variable. Source: communication semantics, section 12.
@@ -26,7 +27,9 @@ VARIABLES = {
     "shared_expert_tp1": "JAXCOLL_SHARED_EXPERT_TP1",
     "shared_expert_local": "JAXCOLL_SHARED_EXPERT_LOCAL",
     "mask_dp_pad": "JAXCOLL_MASK_DP_PAD",
+    "pallas_interpret": "JAXCOLL_PALLAS_INTERPRET",
 }
+KERNELS_VARIABLE = "JAXCOLL_KERNELS"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -43,9 +46,12 @@ class Settings:
         combine: how they come back; "auto" follows the rules.
         head: the vocabulary is cut over attn_tp (SGLang's enable_dp_lm_head) or over the world.
         moe_backend: "gather" brings all rows to every rank, "all_to_all" each row to its experts' ranks; "auto" is
-            gather, as in SGLang.
+            gather, as in SGLang, and all_to_all where kernels are "pallas", which only that has.
         dispatch: form of the all-to-all; "auto" is low_latency when every replica decodes.
         wire: how rows look on an all-to-all's way; "auto" is the activations' type.
+        kernels: what packs an all-to-all's rows and adds up what comes home; "auto" is Pallas on Hopper and Blackwell
+            GPUs for shapes that it supports, XLA elsewhere.
+        pallas_interpret: named "pallas" kernels are interpreted: on one device of any kind, slowly, checked for races.
         use_gatherv: rules may take gather_v, and with it reduce_scatter_v (SGLANG_DP_USE_GATHERV).
         use_reduce_scatter: rules may take the equal reduce_scatter (SGLANG_DP_USE_REDUCE_SCATTER); None is on for
             ROCm and off otherwise.
@@ -62,6 +68,8 @@ class Settings:
     moe_backend: BackendChoice = "auto"
     dispatch: DispatchChoice = "auto"
     wire: WireChoice = "auto"
+    kernels: KernelsChoice = "auto"
+    pallas_interpret: bool = False
     use_gatherv: bool = False
     use_reduce_scatter: bool | None = None
     shared_expert_tp1: bool = False
@@ -71,6 +79,7 @@ class Settings:
     def __post_init__(self):
         choices = {"gather": GatherChoice, "combine": CombineChoice, "head": HeadChoice}
         choices |= {"moe_backend": BackendChoice, "dispatch": DispatchChoice, "wire": WireChoice}
+        choices |= {"kernels": KernelsChoice}
         for name, choice in choices.items():
             value = getattr(self, name)
             if value not in get_args(choice):
@@ -81,13 +90,22 @@ class Settings:
         """Settings from the environment, with `given` (fields of Settings that are not None) winning over it.
 
         Raises:
-            SettingsError: a variable's value is neither true nor false, or a given choice does not exist.
+            SettingsError: a variable's value is neither true nor false or no kernels, or a given choice does not exist.
         """
         environment = os.environ if environment is None else environment
         found: dict[str, Any] = {
             field: _flag(environment, name) for field, name in VARIABLES.items() if name in environment
         }
+        if KERNELS_VARIABLE in environment:
+            found["kernels"] = _kernels(environment)
         return cls(**found | {field: value for field, value in given.items() if value is not None})
+
+    @property
+    def backend(self) -> Literal["gather", "all_to_all"]:
+        """What brings rows to the experts."""
+        if self.moe_backend != "auto":
+            return self.moe_backend
+        return "all_to_all" if self.kernels == "pallas" else "gather"
 
     def reduce_scatter_allowed(self) -> bool:
         """`use_reduce_scatter`, with its default found out now: on for ROCm. Starts the devices where it is None."""
@@ -104,3 +122,11 @@ def _flag(environment: Mapping[str, str], name: str) -> bool:
         allowed = ", ".join(_TRUE + _FALSE)
         raise SettingsError(f"{name}={environment[name]!r} is neither on nor off; it must be one of {allowed}")
     return value in _TRUE
+
+
+def _kernels(environment: Mapping[str, str]) -> str:
+    value = environment[KERNELS_VARIABLE].strip().lower()
+    if value not in get_args(KernelsChoice):
+        allowed = ", ".join(get_args(KernelsChoice))
+        raise SettingsError(f"{KERNELS_VARIABLE}={environment[KERNELS_VARIABLE]!r} must be one of {allowed}")
+    return value

@@ -165,6 +165,8 @@ class PathOptions:
     """Form of the all-to-all."""
     wire: Literal["auto", "f32", "bf16", "fp8"] | None = None
     """How rows look on the all-to-all's way."""
+    kernels: Literal["auto", "xla", "pallas"] | None = None
+    """What packs an all-to-all's rows and adds up what comes home."""
 
     def settings(self) -> "Settings":
         """The settings of these options over those of the environment; imports jaxcoll, and jax with it.

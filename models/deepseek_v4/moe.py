@@ -76,10 +76,15 @@ class MoE(nnx.Module):
             return combine(y, handle) + shared, routing
 
     def _spec(self, bridge: Bridge) -> DispatchSpec:
-        exchange = bridge.plan.exchange
+        exchange, kernels = bridge.plan.exchange, bridge.plan.kernels
         assert exchange is not None
-        experts = self.experts.config.n_routed_experts
-        return DispatchSpec.of(bridge.topology, experts, mode=exchange.mode, wire=exchange.wire)
+        choices = {
+            "mode": exchange.mode,
+            "wire": exchange.wire,
+            "kernels": kernels.path,
+            "interpret": kernels.interpret,
+        }
+        return DispatchSpec.of(bridge.topology, self.experts.config.n_routed_experts, **choices)
 
     def shared_apart(self, own: Array, everyone: Array, bridge: Bridge) -> Array | None:
         """A whole shared expert's complete output for own rows, to be added after the reduction.

@@ -43,7 +43,8 @@ def plan_json(plan: LayerPlan) -> dict[str, str | None]:
         "moe_backend": plan.backend,
         "dispatch": plan.exchange.mode if plan.exchange else None,
         "wire": plan.exchange.wire if plan.exchange else None,
-        "kernels": "xla",
+        "kernels": plan.kernels.path,
+        "kernels_reason": plan.kernels.reason,
     }
 
 
