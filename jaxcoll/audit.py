@@ -333,4 +333,4 @@ def _is_ref(var: Any) -> bool:
 
 def _is_kernel(name: str) -> bool:
     """A kernel's body works on references, not on the values that the step passes around."""
-    return name in ("pallas_call", "mosaic_gpu_call", "core_map", "run_scoped", "run_state")
+    return name in ("pallas_call", "mpmd_map", "mosaic_gpu_call", "core_map", "run_scoped", "run_state")

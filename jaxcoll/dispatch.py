@@ -59,6 +59,7 @@ class DispatchSpec:
         wire: how rows look on the way: "auto" as they are, "f32", "bf16", "fp8" (results then come home in bfloat16).
         scale_kind: of fp8: "float32" or "power_of_two".
         kernels: what packs and adds up rows: "pallas", "xla", or None for what the device and the shapes allow.
+        interpret: Pallas kernels are interpreted, which works on one device only.
         small_pair: rows of the block, from one rank to another, that the dense transport tries before the proven
             bound; None chooses it from the shapes.
         chosen_from: experts that rows choose from, where `num_experts` are only some of them (a wave); it sizes
@@ -74,6 +75,7 @@ class DispatchSpec:
     wire: WireChoice = "auto"
     scale_kind: ScaleKind = "float32"
     kernels: Kernels | None = None
+    interpret: bool = False
     small_pair: int | None = None
     chosen_from: int | None = None
 
@@ -350,31 +352,32 @@ def combine_start(y: Array, handle: Handle) -> Combining:
         y = _retyped_as_shard(y, spec.moe_tp)
     y = y.reshape(-1, y.shape[-1]).astype(home_dtype(handle.wire))
     for level in reversed(handle.levels[1:]):
-        y = add_up(go_home(y, level), level, y.dtype, spec.kernels)
+        y = add_up(go_home(y, level), level, y.dtype, spec.kernels, interpret=spec.interpret)
     return Combining(go_home(y, handle.levels[0]), handle)
 
 
-def combine_finish(*sent: Combining) -> Array:
+def combine_finish(first: Combining, *more: Combining) -> Array:
     """The second phase of `combine`: adds up what came home. Result as there.
 
     Several: dispatches of the same rows to different experts (waves). Their results are added up as if they had
     travelled together, in one float32 sum that is rounded once.
     """
-    handle, levels = sent[0].handle, [s.handle.levels[0] for s in sent]
-    tp = handle.spec.moe_tp
-    home = jnp.concatenate([s.home for s in sent]) if len(sent) > 1 else sent[0].home
-    rows = add_up(home, joined(levels, [len(s.home) for s in sent]), handle.dtype, handle.spec.kernels)
-    return reduce_scatter(declare_partial(rows, tp), tp, 0) if tp else rows
+    handle, spec, sent = first.handle, first.handle.spec, (first, *more)
+    whole = joined([s.handle.levels[0] for s in sent], [len(s.home) for s in sent])
+    home = jnp.concatenate([s.home for s in sent]) if more else first.home
+    rows = add_up(home, whole, handle.dtype, spec.kernels, interpret=spec.interpret)
+    return reduce_scatter(declare_partial(rows, spec.moe_tp), spec.moe_tp, 0) if spec.moe_tp else rows
 
 
 def _pack(x: Array, spec: DispatchSpec, wire: Wire, plan: RoutePlan) -> Encoded:
-    return pack(x, plan.slots, len(plan.rows), wire, spec.scale_kind, spec.kernels)
+    return pack(x, plan.slots, len(plan.rows), wire, spec.scale_kind, spec.kernels, interpret=spec.interpret)
 
 
 def _pack_again(rows: Encoded, spec: DispatchSpec, plan: RoutePlan) -> Encoded:
     """Copies rows that are encoded already."""
     if rows.scales is None:
-        return Encoded(dispatch_rows(rows.values, plan.slots, len(plan.rows), kernels=spec.kernels), None)
+        how = {"kernels": spec.kernels, "interpret": spec.interpret}
+        return Encoded(dispatch_rows(rows.values, plan.slots, len(plan.rows), **how), None)
     return Encoded(take_rows(rows.values, plan.rows), take_rows(rows.scales, plan.rows))
 
 

@@ -1,8 +1,8 @@
 """What a compiled program communicates: one record per collective instruction, read from its HLO text.
 
 HLO is static, so a collective in a loop or a branch is one record however often it runs, and a ragged
-exchange shows its capacity, not the rows sent. Kernels that talk to peers themselves (custom calls) are not
-visible here.
+exchange shows its capacity, not the rows sent. Of Pallas kernels only the calls are seen: one that talked to peers
+itself would be no record.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ _COLLECTIVE = re.compile(
 )
 _ASYNC_CALL = re.compile(r"[\w-]+-start\(.*?\), .*?(?:calls|to_apply)=%?(?P<body>[^\s,}]+)")
 _SHAPE = re.compile(r"\b(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,<=]*)\]")
+_MOSAIC_CALL = re.compile(r'custom-call\(.*?custom_call_target="mosaic_gpu\w*"')
 _OP_NAME = re.compile(r'op_name="(?P<name>(?:[^"\\]|\\.)*)"')
 _FRAME_OF = re.compile(r"stack_frame_id=(\d+)")
 _FILE_LINE = re.compile(r'source_file="(?P<file>[^"]*)"(?: source_line=(?P<line>\d+))?')
@@ -135,6 +136,18 @@ def collectives(program: jax.stages.Compiled | str, topology: Topology) -> tuple
     text = program if isinstance(program, str) else program.as_text()
     module = _Module(text or "", topology.world)
     return tuple(record for line in module.lines if (record := module.collective(line, topology)))
+
+
+def mosaic_kernels(program: jax.stages.Compiled | str) -> tuple[str, ...]:
+    """The Pallas Mosaic-GPU kernels that a compiled program calls: each call's scope path, the kernel's name last.
+
+    Args:
+        program: as for `collectives`.
+    """
+    text = program if isinstance(program, str) else program.as_text() or ""
+    calls = (line for line in text.splitlines() if _MOSAIC_CALL.search(line))
+    paths = ((_OP_NAME.search(line) or {"name": "no name/"})["name"].split("/") for line in calls)
+    return tuple("/".join(part for part in path[:-1] if not _WRAPPER.fullmatch(part)) for path in paths)
 
 
 def totals(found: Iterable[Collective]) -> dict[tuple[Kind, str], Totals]:

@@ -166,9 +166,9 @@ def go_home(y: Array, handle: LevelHandle) -> Array:
     return home
 
 
-def add_up(home: Array, handle: LevelHandle, dtype: Any, kernels: Kernels | None) -> Array:
+def add_up(home: Array, handle: LevelHandle, dtype: Any, kernels: Kernels | None, *, interpret: bool = False) -> Array:
     """[S, D] -> [T, D] in `dtype`: the float32 sum of each row's results, weighted here in low latency."""
-    return combine_rows(home.astype(dtype), handle.slots, handle.weights, kernels=kernels)
+    return combine_rows(home.astype(dtype), handle.slots, handle.weights, kernels=kernels, interpret=interpret)
 
 
 def joined(handles: Sequence[LevelHandle], rows: Sequence[int]) -> LevelHandle:

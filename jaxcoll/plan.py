@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args
 from jaxcoll.combine import Way, combine_impossible
 from jaxcoll.gather import gather_impossible
 from jaxcoll.hand_over import Alternative, HandOver, PlanError
-from jaxcoll.plan_exchange import Exchange, choose_exchange
+from jaxcoll.kernels import NO_KERNELS, KernelPlan, RowShape, plan_kernels
+from jaxcoll.plan_exchange import Exchange, choose_exchange, refuse_exchange
 from jaxcoll.rows import GatherMode, RowPlan, StepFacts, plan_rows
 from jaxcoll.settings import Settings
 from jaxcoll.topology import Topology
@@ -35,6 +36,7 @@ class LayerPlan:
         rows: where every replica's rows lie; its bucket gives the static shapes.
         mask_dp_pad: padding rows are no expert's.
         hand_overs: all of them, explained.
+        kernels: what packs an all-to-all's rows, explained.
     """
 
     gather: Gather
@@ -45,6 +47,7 @@ class LayerPlan:
     mask_dp_pad: bool
     hand_overs: tuple[HandOver, ...]
     exchange: Exchange | None = None
+    kernels: KernelPlan = NO_KERNELS
 
     @property
     def backend(self) -> Backend:
@@ -61,7 +64,7 @@ class LayerPlan:
     def program(self) -> tuple:
         """What decides the compiled program; counts are its data."""
         paths = self.gather, self.combine, self.shared_expert, self.head, self.exchange
-        return *paths, self.rows.bucket, self.mask_dp_pad
+        return *paths, self.kernels.path, self.kernels.interpret, self.rows.bucket, self.mask_dp_pad
 
     def reducers(self) -> list[str]:
         """Hand-overs that complete the experts' partial sum; a right plan has exactly one."""
@@ -80,6 +83,7 @@ def plan_layer(
     shared_width: int,
     facts: StepFacts | None = None,
     room: Sequence[int] | None = None,
+    row: RowShape | None = None,
 ) -> LayerPlan:
     """Chooses the paths of one step.
 
@@ -90,6 +94,7 @@ def plan_layer(
         facts: what else the padding rule reads.
         room: rows per replica to choose paths and shapes for, each at least its count; a batch that shrinks keeps its
             program by keeping its room. None is the counts.
+        row: what an all-to-all's kernels must know of a row; None leaves that to tracing.
 
     Raises:
         PlanError: a named path is impossible here, or no replica holds a row.
@@ -97,8 +102,21 @@ def plan_layer(
     """
     settings = settings or Settings()
     roomy = _checked_room(topology, counts, room)
-    if settings.moe_backend in ("all_to_all", "fused"):
-        return _plan_all_to_all(topology, counts, roomy, settings, shared_width)
+    if settings.backend != "gather":
+        return _plan_all_to_all(topology, counts, roomy, settings, shared_width, row)
+    return _plan_gather(topology, counts, roomy, settings, shared_width, facts)
+
+
+def _plan_gather(
+    topology: Topology,
+    counts: Sequence[int],
+    roomy: Sequence[int],
+    settings: Settings,
+    shared_width: int,
+    facts: StepFacts | None,
+) -> LayerPlan:
+    """Every rank sees every row, and partial sums go home (communication semantics, sections 2-4)."""
+    refuse_exchange(settings)
     ruled = plan_rows(roomy, topology.attn_tp, facts=facts, bucketed=True)
     gather, why_gather = _choose_gather(topology, ruled, settings, elastic=facts is not None and facts.elastic)
     combine, why_combine = _choose_combine(topology, settings, gather)
@@ -115,7 +133,12 @@ def plan_layer(
 
 
 def _plan_all_to_all(
-    topology: Topology, counts: Sequence[int], room: Sequence[int], settings: Settings, shared_width: int
+    topology: Topology,
+    counts: Sequence[int],
+    room: Sequence[int],
+    settings: Settings,
+    shared_width: int,
+    row: RowShape | None,
 ) -> LayerPlan:
     """Each row goes to its experts' ranks and home again, where it is added up (communication semantics, section 5)."""
     exchange, (there, back) = choose_exchange(topology, settings)
@@ -127,8 +150,9 @@ def _plan_all_to_all(
         _shared_hand_over(topology, shared, why_shared, shared_width),
         _head(topology, settings.head),
     )
-    rows = _rows_in_room(topology, counts, room, "none", "it was asked for by name")
-    return LayerPlan("none", "all_to_all", shared, settings.head, rows, settings.mask_dp_pad, hand_overs, exchange)
+    rows = _rows_in_room(topology, counts, room, "none", settings.why_backend)
+    kernels, mask = plan_kernels(settings, topology, exchange, rows.rows, row), settings.mask_dp_pad
+    return LayerPlan("none", "all_to_all", shared, settings.head, rows, mask, hand_overs, exchange, kernels)
 
 
 def _rows_in_room(
@@ -194,7 +218,7 @@ def expert_parallel_rule(topology: Topology) -> bool:
 def choose_shared_expert(topology: Topology, settings: Settings, width: int) -> tuple[SharedExpert, str]:
     """How the shared expert is held, and why: it decides where its weights live, so counts have no say."""
     local = settings.shared_expert_local
-    if settings.moe_backend in ("all_to_all", "fused"):
+    if settings.backend != "gather":
         return "replicated_local", "an all_to_all leaves each rank its own rows, so each needs the whole expert"
     if width % topology.world:
         kind: SharedExpert = "replicated_local" if local else "replicated"

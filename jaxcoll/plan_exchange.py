@@ -43,8 +43,9 @@ def choose_exchange(topology: Topology, settings: Settings) -> tuple[Exchange, t
     """
     for name in ("gather", "combine"):
         if (named := getattr(settings, name)) != "auto":
-            what = "a fused call" if settings.moe_backend == "fused" else "an all_to_all"
-            raise PlanError(f"{name} {named} is impossible here because {what} was asked for, which has none")
+            what = "a fused call" if settings.backend == "fused" else "an all_to_all"
+            why = "was asked for" if settings.moe_backend != "auto" else f"is what {settings.exchange_choice} needs"
+            raise PlanError(f"{name} {named} is impossible here because {what} {why}, which has none")
     mode: Mode = "low_latency" if settings.dispatch == "auto" else settings.dispatch
     why_mode = "every replica decodes" if settings.dispatch == "auto" else _BY_NAME
     others = [Alternative("low_latency" if mode == "normal" else "normal", False, why_mode)]
@@ -58,6 +59,15 @@ def choose_exchange(topology: Topology, settings: Settings) -> tuple[Exchange, t
     dispatch = HandOver("dispatch", mode, there, "(S, R)", "(S, S)", False, reason, tuple(others))
     way = "results go home the way rows came"
     return exchange, (dispatch, HandOver("combine", "all_to_all", back, "(S, S)", "(S, R)", True, way))
+
+
+def refuse_exchange(settings: Settings) -> None:
+    """Raises PlanError for a named choice that only an all-to-all has; for a plan that gathers."""
+    if choice := settings.exchange_choice:
+        raise PlanError(
+            f"{choice} is impossible here because gather was asked for, which exchanges no rows; name moe_backend "
+            "all_to_all or fused"
+        )
 
 
 def _choose_levels(topology: Topology, settings: Settings) -> tuple[Group, str, Alternative]:

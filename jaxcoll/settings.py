@@ -19,6 +19,7 @@ BackendChoice = Literal["auto", "gather", "all_to_all", "fused"]
 OverlapChoice = Literal["auto", "none", "shared_expert", "two_batch"]
 LevelsChoice = Literal["auto", "flat", "hosts"]
 DispatchChoice = Literal["auto", "normal", "low_latency"]
+KernelsChoice = Literal["auto", "xla", "pallas"]
 CombineChoice = Literal["auto", "all_reduce", "reduce_scatter_v", "reduce_scatter"]
 
 # Field -> environment variable. Source: communication semantics, section 12.
@@ -28,7 +29,9 @@ VARIABLES = {
     "shared_expert_tp1": "JAXCOLL_SHARED_EXPERT_TP1",
     "shared_expert_local": "JAXCOLL_SHARED_EXPERT_LOCAL",
     "mask_dp_pad": "JAXCOLL_MASK_DP_PAD",
+    "pallas_interpret": "JAXCOLL_PALLAS_INTERPRET",
 }
+KERNELS_VARIABLE = "JAXCOLL_KERNELS"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -45,7 +48,7 @@ class Settings:
         combine: how they come back; "auto" follows the rules.
         head: the vocabulary is cut over attn_tp (SGLang's enable_dp_lm_head) or over the world.
         moe_backend: "gather" brings all rows to every rank, "all_to_all" each row to its experts' ranks, "fused" too,
-            in waves of experts; "auto" is gather, as in SGLang.
+            in waves of experts; "auto" is gather, as in SGLang, and all_to_all where another choice needs it.
         dispatch: form of the all-to-all; "auto" is low_latency when every replica decodes.
         wire: how rows look on an all-to-all's way; "auto" is the activations' type.
         overlap: what is computed while an all-to-all's rows travel; "auto" is the shared expert, and for fused other
@@ -53,6 +56,9 @@ class Settings:
         levels: "hosts" sends one copy per destination host, and on inside the host; "flat" straight to the ranks;
             "auto" is hosts where there are several.
         redundant_experts: copies of experts beyond the first of each.
+        kernels: what packs an all-to-all's rows and adds up what comes home; "auto" is Pallas on Hopper and Blackwell
+            GPUs for shapes that it supports, XLA elsewhere.
+        pallas_interpret: named "pallas" kernels are interpreted: on one device of any kind, slowly, checked for races.
         use_gatherv: rules may take gather_v, and with it reduce_scatter_v (SGLANG_DP_USE_GATHERV).
         use_reduce_scatter: rules may take the equal reduce_scatter (SGLANG_DP_USE_REDUCE_SCATTER); None is on for
             ROCm and off otherwise.
@@ -72,6 +78,8 @@ class Settings:
     overlap: OverlapChoice = "auto"
     levels: LevelsChoice = "auto"
     redundant_experts: int = 0
+    kernels: KernelsChoice = "auto"
+    pallas_interpret: bool = False
     use_gatherv: bool = False
     use_reduce_scatter: bool | None = None
     shared_expert_tp1: bool = False
@@ -81,7 +89,7 @@ class Settings:
     def __post_init__(self):
         choices = {"gather": GatherChoice, "combine": CombineChoice, "head": HeadChoice}
         choices |= {"moe_backend": BackendChoice, "dispatch": DispatchChoice, "wire": WireChoice}
-        choices |= {"overlap": OverlapChoice, "levels": LevelsChoice}
+        choices |= {"overlap": OverlapChoice, "levels": LevelsChoice, "kernels": KernelsChoice}
         for name, choice in choices.items():
             value = getattr(self, name)
             if value not in get_args(choice):
@@ -92,13 +100,37 @@ class Settings:
         """Settings from the environment, with `given` (fields of Settings that are not None) winning over it.
 
         Raises:
-            SettingsError: a variable's value is neither true nor false, or a given choice does not exist.
+            SettingsError: a variable's value is neither true nor false or no kernels, or a given choice does not exist.
         """
         environment = os.environ if environment is None else environment
         found: dict[str, Any] = {
             field: _flag(environment, name) for field, name in VARIABLES.items() if name in environment
         }
+        if KERNELS_VARIABLE in environment:
+            found["kernels"] = _kernels(environment)
         return cls(**found | {field: value for field, value in given.items() if value is not None})
+
+    @property
+    def exchange_choice(self) -> str | None:
+        """The first named choice that only an all-to-all has, such as "wire fp8"."""
+        if self.kernels == "pallas":
+            return "kernels pallas"
+        named = ((name, getattr(self, name)) for name in ("dispatch", "wire", "overlap", "levels"))
+        return next((f"{name} {value}" for name, value in named if value != "auto"), None)
+
+    @property
+    def backend(self) -> Literal["gather", "all_to_all", "fused"]:
+        """What brings rows to the experts."""
+        if self.moe_backend != "auto":
+            return self.moe_backend
+        return "all_to_all" if self.exchange_choice else "gather"
+
+    @property
+    def why_backend(self) -> str:
+        """Why `backend`, in one sentence."""
+        if self.moe_backend != "auto":
+            return "it was asked for by name"
+        return f"{self.exchange_choice} needs it" if self.exchange_choice else "SGLang's default exchanges no rows"
 
     def reduce_scatter_allowed(self) -> bool:
         """`use_reduce_scatter`, with its default found out now: on for ROCm. Starts the devices where it is None."""
@@ -115,3 +147,11 @@ def _flag(environment: Mapping[str, str], name: str) -> bool:
         allowed = ", ".join(_TRUE + _FALSE)
         raise SettingsError(f"{name}={environment[name]!r} is neither on nor off; it must be one of {allowed}")
     return value in _TRUE
+
+
+def _kernels(environment: Mapping[str, str]) -> str:
+    value = environment[KERNELS_VARIABLE].strip().lower()
+    if value not in get_args(KernelsChoice):
+        allowed = ", ".join(get_args(KernelsChoice))
+        raise SettingsError(f"{KERNELS_VARIABLE}={environment[KERNELS_VARIABLE]!r} must be one of {allowed}")
+    return value

@@ -60,7 +60,14 @@ def home_dtype(wire: Wire) -> Any:
 
 
 def pack(
-    x: Array, slots: Array, num_slots: int, wire: Wire, scale_kind: ScaleKind, kernels: Kernels | None = None
+    x: Array,
+    slots: Array,
+    num_slots: int,
+    wire: Wire,
+    scale_kind: ScaleKind,
+    kernels: Kernels | None = None,
+    *,
+    interpret: bool = False,
 ) -> Encoded:
     """Encodes rows and copies each to its slots.
 
@@ -68,16 +75,17 @@ def pack(
         x: [T, D]; rows without a slot may hold anything.
         slots: [T, P] int32, -1 for none; no slot twice.
         num_slots: S.
-        kernels: what packs, see pallas_kernels.choice.
+        kernels, interpret: what packs, see pallas_kernels.choice.
 
     Returns:
         [S, ...] encoded rows; zeros in slots that no row names.
     """
     if wire == "fp8":
-        values, scales = dispatch_rows_fp8(x, slots, num_slots, scale_kind, kernels=kernels)
+        values, scales = dispatch_rows_fp8(x, slots, num_slots, scale_kind, kernels=kernels, interpret=interpret)
         # XLA moves bytes as they are on every device, e4m3 not: some of them widen it on the way.
         return Encoded(lax.bitcast_convert_type(values, jnp.uint8), scales)
-    return Encoded(dispatch_rows(x.astype(_DTYPES[wire]), slots, num_slots, kernels=kernels), None)
+    x = x.astype(_DTYPES[wire])
+    return Encoded(dispatch_rows(x, slots, num_slots, kernels=kernels, interpret=interpret), None)
 
 
 def unpack(rows: Encoded, dtype: Any) -> Array:

@@ -171,6 +171,8 @@ class PathOptions:
     """One copy of a row per destination host, and on inside it, or straight to the ranks."""
     redundant_experts: Annotated[OptionalSize, arg(help_behavior_hint="(default: 0)")] = None
     """Copies of experts beyond the first of each, so that moe_ep divides their number."""
+    kernels: Literal["auto", "xla", "pallas"] | None = None
+    """What packs an all-to-all's rows and adds up what comes home."""
 
     def settings(self) -> "Settings":
         """The settings of these options over those of the environment; imports jaxcoll, and jax with it.

@@ -101,7 +101,7 @@ def choose(
         raise ValueError(f"kernels must be 'xla', 'pallas' or None, not {kernels!r}")
     if kernels == "xla":
         return Choice("xla", "XLA was asked for.", device.cores, interpret)
-    obstacle = _unsupported_device(device, interpret) or unsupported_shape(width, dtype, fanout, elements)
+    obstacle = unsupported_device(device, interpret=interpret) or unsupported_shape(width, dtype, fanout, elements)
     if obstacle is None:
         where = "interpreted" if interpret else f"on {device.kind}"
         asked = "Pallas was asked for" if kernels else "Pallas is the default"
@@ -147,7 +147,8 @@ def unsupported_shape(width: int, dtype: Any, fanout: int, elements: int = 0) ->
     return None
 
 
-def _unsupported_device(device: Device, interpret: bool) -> str | None:
+def unsupported_device(device: Device, *, interpret: bool = False) -> str | None:
+    """Why the kernels cannot run on a device, None if they can; interpreted they run on any."""
     if interpret or device.runs_pallas:
         return None
     return f"the device is {device.kind} ({device.platform}), and the kernels are for Hopper and Blackwell GPUs"

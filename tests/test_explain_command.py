@@ -28,6 +28,8 @@ def test_the_program_sends_what_the_plan_predicts(capsys, words):
     assert [h["name"] for h in record["plan"]] == ["attention", "gather", "combine", "shared_expert", "head"]
     assert sum(h["reduces"] for h in record["plan"] if h["name"] != "attention") == 1
     assert all(h["reason"] for h in record["plan"])
+    why = "the gather backend packs no rows and adds none up: only an all_to_all has kernels"
+    assert (record["kernels"]["path"], record["kernels"]["impossible"]) == ("xla", {"pallas": why})
     assert sum(c["operand_bytes"] for c in record["collectives"]) == sum(t["operand_bytes"] for t in compiled.values())
 
 
@@ -36,6 +38,7 @@ def test_a_person_reads_reasons_and_a_picture(capsys):
     assert main(["explain", "--attn-dp", "2"]) == 0
     told = capsys.readouterr().out
     assert "all_reduce: not chosen because" in told and "gather_v: not chosen because" in told and "predicted" in told
+    assert "kernels: xla\n    because the gather backend packs no rows" in told
     assert main(["explain", "--attn-dp", "2", "--format", "mermaid"]) == 0
     picture = capsys.readouterr().out
     assert picture.startswith("flowchart TB") and '-- "(S, P)' in picture
@@ -47,3 +50,5 @@ def test_an_impossible_way_is_one_sentence(capsys):
     assert out == "" and err.count("\n") == 1 and "gather_v is impossible here because" in err
     assert main(["explain", "--moe-backend", "all_to_all"]) == 2
     assert "explain predicts bytes for --moe-backend gather only" in capsys.readouterr().err
+    assert main(["explain", "--moe-backend", "gather", "--kernels", "pallas"]) == 2
+    assert "kernels pallas is impossible here because the gather backend" in capsys.readouterr().err

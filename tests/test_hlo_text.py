@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jaxcoll.hlo import Collective, Totals, collectives, summary, totals, wire_bytes
+from jaxcoll.hlo import Collective, Totals, collectives, mosaic_kernels, summary, totals, wire_bytes
 from jaxcoll.topology import Topology
 
 
@@ -323,3 +323,18 @@ def test_unknown_groups_and_element_types_are_refused():
         of_snippet("  %p = f32[4] parameter(0)\n  %r = f32[4] all-reduce(%p), replica_groups=spiral(3)")
     with pytest.raises(ValueError, match="unknown HLO element type 'q9'"):
         of_snippet(f"  %p = q9[4] parameter(0)\n  %r = q9[4] all-reduce(%p), {GROUPS}")
+
+
+MOSAIC_CALLS = """HloModule jit_step
+ENTRY %main (x: f32[2,1,256]) -> f32[2,1,256] {
+  %x = f32[2,1,256]{2,1,0} parameter(0)
+  %a = f32[2,1,256]{2,1,0} custom-call(%x), custom_call_target="mosaic_gpu_v2", metadata={op_name="jit(step)/shard_map/layer.0/moe/moe_rows/mpmd_map" stack_frame_id=6}, backend_config={module = "op_name=\\"no\\""}
+  %b = f32[2,1,256]{2,1,0} custom-call(%a), custom_call_target="__cublas$gemm", metadata={op_name="jit(step)/dot"}
+  ROOT %c = f32[2,1,256]{2,1,0} custom-call(%b), custom_call_target="mosaic_gpu_v2", metadata={}
+}
+"""  # noqa: E501
+
+
+def test_calls_of_pallas_kernels_are_told_by_scope_and_name():
+    assert mosaic_kernels(MOSAIC_CALLS) == ("layer.0/moe/moe_rows", "no name")
+    assert mosaic_kernels(MOSAIC_CALLS.replace("mosaic_gpu_v2", "triton")) == ()

@@ -19,6 +19,7 @@ NAMES = {
     "shared_expert_tp1": "JAXCOLL_SHARED_EXPERT_TP1",
     "shared_expert_local": "JAXCOLL_SHARED_EXPERT_LOCAL",
     "mask_dp_pad": "JAXCOLL_MASK_DP_PAD",
+    "pallas_interpret": "JAXCOLL_PALLAS_INTERPRET",
 }
 
 
@@ -44,6 +45,8 @@ def test_defaults():
         shared_expert_tp1=False,
         shared_expert_local=False,
         mask_dp_pad=True,
+        kernels="auto",
+        pallas_interpret=False,
     )
 
 
@@ -82,6 +85,29 @@ def test_none_asks_for_the_variable_and_then_for_the_default():
     assert Settings.from_environment({}, **nothing) == Settings()
     assert Settings.from_environment({NAMES["use_gatherv"]: "1"}, **nothing) == Settings(use_gatherv=True)
     assert Settings.from_environment({}, gather="sum_len", **{"head": None}).gather == "sum_len"
+
+
+@pytest.mark.parametrize(("text", "kernels"), [("auto", "auto"), (" XLA ", "xla"), ("pallas", "pallas")])
+def test_kernels_have_a_variable_too_and_an_argument_wins(text, kernels):
+    variable = {"JAXCOLL_KERNELS": text}
+    assert Settings.from_environment(variable) == Settings(kernels=kernels)
+    assert Settings.from_environment(variable, kernels=None).kernels == kernels
+    assert Settings.from_environment(variable, kernels="xla").kernels == "xla"
+    assert Settings.from_environment(variable, kernels="auto").kernels == "auto"
+
+
+@pytest.mark.parametrize("text", ["", "triton", "1"])
+def test_kernels_that_do_not_exist_are_an_error_that_names_the_variable(text):
+    with pytest.raises(SettingsError) as error:
+        Settings.from_environment({"JAXCOLL_KERNELS": text}, kernels="xla")
+    assert str(error.value) == f"JAXCOLL_KERNELS={text!r} must be one of auto, xla, pallas"
+
+
+def test_named_pallas_kernels_bring_the_backend_that_has_them():
+    backends = {k: Settings(kernels=k).backend for k in ("auto", "xla", "pallas")}
+    assert backends == {"auto": "gather", "xla": "gather", "pallas": "all_to_all"}
+    assert Settings(kernels="pallas", moe_backend="gather").backend == "gather"
+    assert Settings(moe_backend="all_to_all").backend == "all_to_all"
 
 
 def test_other_variables_mean_nothing():
@@ -135,6 +161,7 @@ def test_the_module_adds_nothing_foreign_to_the_package_and_starts_no_device():
         ("head", "attn_tp, world"),
         ("moe_backend", "auto, gather, all_to_all"),
         ("dispatch", "auto, normal, low_latency"),
+        ("kernels", "auto, xla, pallas"),
     ],
 )
 @pytest.mark.parametrize("wrong", ["none", "MAX_LEN", "", None, 1])

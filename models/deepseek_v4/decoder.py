@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxcoll.plan import LayerPlan, plan_layer
+from jaxcoll.plan import LayerPlan
 from jaxcoll.settings import Settings
 from jaxcoll.step import Step
 from jaxcoll.topology import Topology
@@ -21,7 +21,7 @@ from models.deepseek_v4.cache import cache_shapes
 from models.deepseek_v4.checkpoint import LoadReport
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.model import DeepSeekV4
-from models.deepseek_v4.program import compile_decode
+from models.deepseek_v4.program import compile_decode, plan_decode
 from models.errors import UserError
 
 DEFAULT_MAX_SEQ_LEN = 4096
@@ -140,13 +140,8 @@ class Decoder:
             return self._planned[counts, room]
         if len(self._planned) >= MOST_PLANS:
             self._planned.clear()
-        plan = self._planned[counts, room] = plan_layer(
-            self.topology,
-            counts,
-            self.settings,
-            shared_width=self.config.moe_intermediate_size,
-            room=room,
-        )
+        plan = plan_decode(self.config, self.topology, counts, self.settings, room)
+        self._planned[counts, room] = plan
         if plan.program not in self.steps:
             self.steps[plan.program] = compile_decode(self.model, plan, self.parameters, self.caches, self.results)
             self.plans.append(plan)

@@ -13,14 +13,14 @@ from rich.table import Table
 
 from jaxcoll import cost, hlo
 from jaxcoll.explain import mermaid, stages
-from jaxcoll.plan import LayerPlan, plan_layer, plan_records
+from jaxcoll.plan import LayerPlan, plan_records
 from jaxcoll.targets import TargetError, compile_only, gpu_devices
 from jaxcoll.topology import Topology
 from models.deepseek_v4.cache import cache_shapes
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.demo import packaged_model
 from models.deepseek_v4.model import DeepSeekV4
-from models.deepseek_v4.program import abstract_parameters, compile_decode, predicted_transfers
+from models.deepseek_v4.program import abstract_parameters, compile_decode, plan_decode, predicted_transfers
 from models.deepseek_v4.requests import cache_length
 from models.errors import UserError
 from models.options import ExplainOptions
@@ -42,9 +42,9 @@ def run(options: ExplainOptions) -> int:
     topology = Topology(*sizes, devices=_devices(options))
     counts = options.requests_per_replica or (1,) * topology.attn_dp
     settings = options.paths.settings()
-    if settings.moe_backend == "all_to_all":
+    if settings.backend == "all_to_all":
         raise UserError("explain predicts bytes for --moe-backend gather only; verify --json lists what ran")
-    plan = plan_layer(topology, counts, settings, shared_width=config.moe_intermediate_size)
+    plan = plan_decode(config, topology, counts, settings)
     length = cache_length(config, options.max_seq_len, 1, "one step")
     model = DeepSeekV4(config, topology, settings)
     with Working() as working:
@@ -78,6 +78,7 @@ def _devices(options: ExplainOptions) -> tuple[Any, ...] | None:
 def _record(plan: LayerPlan, found: list[hlo.Collective], predicted: list[cost.Transfer]) -> dict[str, Any]:
     return {
         "plan": plan_records(plan),
+        "kernels": plan.kernels.record(),
         "collectives": hlo.summary(found),
         "totals": {
             "predicted": _totals(cost.totals(predicted)),
@@ -113,6 +114,8 @@ def _show(plan: LayerPlan, record: dict[str, Any]) -> None:
         console.print(f"\n[bold]{h.name}[/bold]: {h.path}  {h.before} -> {h.after}  {verbs}")
         for line in (f"because {h.reason}", *map(str, h.others)):
             console.print(Padding(line, (0, 0, 0, 4)))
+    console.print(f"\n[bold]kernels[/bold]: {plan.kernels.path}")
+    console.print(Padding(f"because {plan.kernels.reason}", (0, 0, 0, 4)))
     totals = Table(title="\nBytes of one step per device", title_justify="left", box=box.SIMPLE)
     totals.add_column("collective", overflow="fold")
     for kind in ("predicted wire_bytes", "compiled wire_bytes", "compiled operand_bytes", "wire_bytes from counts"):

@@ -46,7 +46,8 @@ def place(config: Config, topology: Topology, settings: Settings) -> Placement:
     Raises:
         TopologyError: moe_ep does not divide the experts and their copies.
     """
-    experts, redundant, ranks = config.n_routed_experts, settings.redundant_experts, topology.moe_ep
+    experts, redundant = config.n_routed_experts, settings.redundant_experts
+    ranks = topology.world // topology.moe_tp
     if missing := -(experts + redundant) % ranks:
         held = f"n_routed_experts={experts}" + (f" and {redundant} redundant copies" if redundant else "")
         raise TopologyError(

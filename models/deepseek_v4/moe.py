@@ -52,7 +52,7 @@ class MoE(nnx.Module):
         placement: Placement | None = None,
     ):
         self.shared, self.world, self.moe_tp = shared, topology.group("world"), topology.group("moe_tp")
-        self.placement = placement or place_experts(config.n_routed_experts, topology.moe_ep)
+        self.placement = placement or place_experts(config.n_routed_experts, topology.world // topology.moe_tp)
         self.gate = Router(config, layer, dtype)
         self.experts = Experts(config, topology, dtype, self.placement)
         self.shared_experts = SharedExpertMLP(config, topology, dtype, cut=shared == "sharded")
@@ -139,11 +139,16 @@ class MoE(nnx.Module):
         return Routing(to_physical(routing.ids, self.placement, first_row), routing.weights)
 
     def _spec(self, bridge: Bridge) -> DispatchSpec:
-        exchange = bridge.plan.exchange
+        exchange, kernels = bridge.plan.exchange, bridge.plan.kernels
         assert exchange is not None
-        experts = self.placement.num_physical
-        hosts, mode, wire = exchange.hosts, exchange.mode, exchange.wire
-        return DispatchSpec.of(bridge.topology, experts, hosts=hosts, mode=mode, wire=wire)
+        choices = {
+            "hosts": exchange.hosts,
+            "mode": exchange.mode,
+            "wire": exchange.wire,
+            "kernels": kernels.path,
+            "interpret": kernels.interpret,
+        }
+        return DispatchSpec.of(bridge.topology, self.placement.num_physical, **choices)
 
     def shared_apart(self, own: Array, everyone: Array, bridge: Bridge) -> Array | None:
         """A whole shared expert's complete output for own rows, to be added after the reduction.

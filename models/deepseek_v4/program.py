@@ -11,15 +11,28 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxcoll import cost
+from jaxcoll.kernels import RowShape
 from jaxcoll.linear import partition_specs
-from jaxcoll.plan import LayerPlan
+from jaxcoll.plan import LayerPlan, plan_layer
+from jaxcoll.settings import Settings
 from jaxcoll.step import Step, compile_step
+from jaxcoll.topology import Topology
+from models.deepseek_v4.config import Config
 from models.deepseek_v4.model import DeepSeekV4
 
 
 def abstract_parameters(model: DeepSeekV4) -> dict:
     """The tree of a model's parameters as shapes, where nothing is loaded."""
     return nnx.to_pure_dict(nnx.split(model)[1])
+
+
+def plan_decode(
+    config: Config, topology: Topology, counts: Sequence[int], settings: Settings, room: Sequence[int] | None = None
+) -> LayerPlan:
+    """The plan of one decode step of a model; arguments and errors are those of `plan_layer`."""
+    row = RowShape(config.hidden_size, config.torch_dtype, config.num_experts_per_tok)
+    width = config.moe_intermediate_size
+    return plan_layer(topology, counts, settings, shared_width=width, room=room, row=row)
 
 
 def compile_decode(

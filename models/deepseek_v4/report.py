@@ -45,7 +45,8 @@ def plan_json(plan: LayerPlan) -> dict[str, str | None]:
         "wire": plan.exchange.wire if plan.exchange else None,
         "overlap": plan.exchange.overlap if plan.exchange else None,
         "levels": ("hosts" if plan.exchange.hosts else "flat") if plan.exchange else None,
-        "kernels": "xla",
+        "kernels": plan.kernels.path,
+        "kernels_reason": plan.kernels.reason,
     }
 
 

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxcoll.plan import plan_layer
 from jaxcoll.settings import Settings
 from jaxcoll.topology import Topology
 from models.deepseek_v4 import report
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.decoder import RESULTS, Decoder
+from models.deepseek_v4.program import plan_decode
 from models.deepseek_v4.requests import Home, cache_length, slots_for, spread
 from models.options import RunOptions
 from models.progress import Working
@@ -61,7 +61,7 @@ def open_session(
     room = tuple(sum(replica == r for replica, _ in homes) for r in range(topology.attn_dp))
     length = cache_length(config, options.max_seq_len, positions, what)
     settings = settings or Settings.from_environment()
-    plan_layer(topology, room, settings, shared_width=config.moe_intermediate_size)
+    plan_decode(config, topology, room, settings)
     working.stage("loading weights")
     kept = {"slots": slots_for(homes), "max_seq_len": length, "results": results, "settings": settings}
     decoder, loaded = Decoder.load(folder, topology, config=config, progress=working.advance, **kept)
