@@ -70,6 +70,22 @@ def refuse_exchange(settings: Settings) -> None:
         )
 
 
+def compiler_options(topology: Topology, exchange: Exchange | None) -> dict[str, bool]:
+    """XLA options under which an exchange does what its plan says; none without an exchange, or on CPU.
+
+    The latency-hiding scheduler puts independent work between the start and the end of an exchange; XLA's default one
+    does so for the shared expert alone. Over several hosts XLA replaces a ragged exchange by an all_gather of the
+    whole padded buffer and more, unless told not to; whether the plain exchange runs on real networks has not been
+    measured.
+    """
+    if exchange is None or topology.mesh.devices.flat[0].platform == "cpu":
+        return {}
+    options = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    if len({device.process_index for device in topology.mesh.devices.flat}) > 1:
+        options["xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer"] = False
+    return options
+
+
 def _choose_levels(topology: Topology, settings: Settings) -> tuple[Group, str, Alternative]:
     found, why = host_axes(topology)
     if settings.levels == "hosts" and not found:

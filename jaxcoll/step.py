@@ -39,7 +39,8 @@ def compile_step(
     in_specs: Any,
     out_specs: Any,
     donate_argnums: tuple[int, ...] = (),
-    compiler: Callable[[jax.stages.Lowered], jax.stages.Compiled] | None = None,
+    compiler: Callable[..., jax.stages.Compiled] | None = None,
+    compiler_options: dict[str, Any] | None = None,
 ) -> Step:
     """Traces `fn` under shard_map over the topology's mesh, audits it and compiles it.
 
@@ -50,6 +51,7 @@ def compile_step(
         in_specs, out_specs: trees of PartitionSpec (prefixes allowed), as for `jax.shard_map`.
         donate_argnums: arguments whose buffers the step may reuse.
         compiler: compiles the lowered program; None is its own `compile`. `targets.compile_only` for absent GPUs.
+        compiler_options: what the compiler is given after the program, if anything.
 
     Raises:
         StateError: the audit refuses the program, or a verb refused a state while it was traced.
@@ -58,7 +60,8 @@ def compile_step(
     placed = [_placed(arg, spec, topology) for arg, spec in zip(args, in_specs, strict=True)]
     traced = jax.jit(mapped, donate_argnums=donate_argnums).trace(*placed)
     audit(traced)
-    return Step(topology, traced, compiler(traced.lower()) if compiler else traced.lower().compile())
+    lowered, options = traced.lower(), (compiler_options,) if compiler_options else ()
+    return Step(topology, traced, compiler(lowered, *options) if compiler else lowered.compile(*options))
 
 
 def _placed(arg: Any, spec: Any, topology: Topology) -> Any:

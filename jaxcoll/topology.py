@@ -28,8 +28,9 @@ class TopologyError(ValueError):
 class Topology:
     """world = attn_dp * attn_tp = moe_ep * moe_tp devices on one mesh.
 
-    The mesh axes are the common refinement of both factorisations: the axis that the other factorisation cuts is
-    split into `*_outer` and `*_inner`. Rank = attn_dp_rank * attn_tp + attn_tp_rank = moe_ep_rank * moe_tp +
+    The mesh axes are the common refinement of both factorisations and, where there is one, of the cut into hosts: an
+    axis that another cut divides is split into `*_outer` and `*_inner`, or with two cuts `*_outer`, `*_middle` and
+    `*_inner`. Rank = attn_dp_rank * attn_tp + attn_tp_rank = moe_ep_rank * moe_tp +
     moe_tp_rank, which is also the row-major position in `mesh.devices`.
 
     Args:
@@ -39,16 +40,21 @@ class Topology:
             follows from it.
         devices: the world's devices in rank order; None takes the first ones of `jax.devices()` when the mesh is
             first asked for.
+        hosts: equal blocks of consecutive ranks, each on one host; None reads them off `devices`, and is one host
+            where there are none or their hosts are no such blocks. A cut into hosts that is no refinement of the
+            factorisations leaves no axis that tells hosts apart.
 
     Raises:
         TopologyError: a size below 1, moe_ep that does not divide the world, factorisations without a common
-            refinement, a device count other than the world's, or a device given twice.
+            refinement, a device count other than the world's, a device given twice, or hosts that do not divide the
+            world.
     """
 
     attn_dp: int = 1
     attn_tp: int = 1
     moe_ep: int | None = None
     devices: Sequence[Any] | None = dataclasses.field(default=None, compare=False, repr=False)
+    hosts: int | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
         for name in ("attn_dp", "attn_tp", "moe_ep"):
@@ -72,6 +78,21 @@ class Topology:
             raise TopologyError(f"{len(self.devices)} devices given for a world of {self.world}")
         if self.devices is not None and len(set(self.devices)) != self.world:
             raise TopologyError(f"a device is given twice: {', '.join(map(str, self.devices))}")
+        if self.hosts is None:
+            object.__setattr__(self, "hosts", _hosts_of(self.devices))
+        if self._hosts < 1 or self.world % self._hosts:
+            raise TopologyError(f"hosts={self.hosts} does not divide the world of {self.world} devices")
+
+    @classmethod
+    def here(cls, attn_dp: int = 1, attn_tp: int = 1, moe_ep: int | None = None) -> Topology:
+        """On the first of the devices that jax sees, hosts included; asking starts the devices."""
+        found = jax.devices()[: attn_dp * attn_tp]
+        return cls(attn_dp, attn_tp, moe_ep, devices=tuple(found) if len(found) == attn_dp * attn_tp else None)
+
+    @property
+    def _hosts(self) -> int:
+        assert self.hosts is not None
+        return self.hosts
 
     @property
     def _moe_ep(self) -> int:
@@ -89,13 +110,13 @@ class Topology:
     @functools.cached_property
     def axes(self) -> dict[str, int]:
         """Mesh axes, outermost first, with their sizes."""
-        if self.moe_tp in (1, self.attn_tp) or self.world == self.moe_tp:
-            return {"attn_dp": self.attn_dp, "attn_tp": self.attn_tp}
-        if self.attn_tp % self.moe_tp == 0:
-            outer = self.attn_tp // self.moe_tp
-            return {"attn_dp": self.attn_dp, "attn_tp_outer": outer, "attn_tp_inner": self.moe_tp}
-        inner = self.moe_tp // self.attn_tp
-        return {"attn_dp_outer": self.attn_dp // inner, "attn_dp_inner": inner, "attn_tp": self.attn_tp}
+        cuts = {self.moe_tp}
+        host = self.world // self._hosts
+        if _is_chain({*cuts, self.attn_tp, host}):
+            cuts.add(host)
+        inside = sorted(c for c in cuts if 1 < c < self.attn_tp)
+        outside = sorted(c for c in cuts if self.attn_tp < c < self.world)
+        return _pieces("attn_dp", self.world, outside, self.attn_tp) | _pieces("attn_tp", self.attn_tp, inside, 1)
 
     def group(self, name: GroupName) -> Group:
         """The axes of a group, in mesh order; empty for a moe_tp or moe_ep that no axis carries."""
@@ -166,3 +187,26 @@ class Topology:
         if not (0 <= outer < outer_size and 0 <= inner < inner_size):
             raise TopologyError(f"rank ({outer}, {inner}) lies outside {outer_size} x {inner_size}")
         return outer * inner_size + inner
+
+
+def _hosts_of(devices: Sequence[Any] | None) -> int:
+    """Hosts that hold equal blocks of consecutive devices; 1 where they do not."""
+    owners = [getattr(device, "process_index", 0) for device in devices or ()]
+    hosts = len(set(owners)) or 1
+    size = len(owners) // hosts
+    blocks = [set(owners[i : i + size]) for i in range(0, len(owners), size)] if owners else []
+    return hosts if len(blocks) == hosts and all(len(block) == 1 for block in blocks) else 1
+
+
+def _is_chain(sizes: set[int]) -> bool:
+    """Each size divides the next larger one."""
+    ordered = sorted(sizes)
+    return all(large % small == 0 for small, large in zip(ordered, ordered[1:], strict=False))
+
+
+def _pieces(name: str, size: int, cuts: Sequence[int], rest: int) -> dict[str, int]:
+    """The axes, outermost first, into which the sizes of trailing ranks in `cuts` divide an axis of size / rest."""
+    edges = [size, *reversed(cuts), rest]
+    parts = [large // small for large, small in zip(edges, edges[1:], strict=False)]
+    places = {1: ("",), 2: ("_outer", "_inner"), 3: ("_outer", "_middle", "_inner")}[len(parts)]
+    return {name + place: part for place, part in zip(places, parts, strict=True)}

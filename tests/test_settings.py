@@ -159,12 +159,14 @@ def test_the_module_adds_nothing_foreign_to_the_package_and_starts_no_device():
         ("gather", "auto, gather_v, sum_len, max_len"),
         ("combine", "auto, all_reduce, reduce_scatter_v, reduce_scatter"),
         ("head", "attn_tp, world"),
-        ("moe_backend", "auto, gather, all_to_all"),
+        ("moe_backend", "auto, gather, all_to_all, fused"),
         ("dispatch", "auto, normal, low_latency"),
         ("kernels", "auto, xla, pallas"),
+        ("overlap", "auto, none, shared_expert, two_batch"),
+        ("levels", "auto, flat, hosts"),
     ],
 )
-@pytest.mark.parametrize("wrong", ["none", "MAX_LEN", "", None, 1])
+@pytest.mark.parametrize("wrong", ["nothing", "MAX_LEN", "", None, 1])
 def test_a_choice_that_does_not_exist_is_refused_with_the_allowed_ones(field, allowed, wrong):
     with pytest.raises(SettingsError) as error:
         Settings(**{field: wrong})

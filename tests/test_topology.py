@@ -1,5 +1,6 @@
 """Sizes to axes, groups and ranks: against the formulas of SGLang's group tables, and against real collectives."""
 
+import collections
 import itertools
 from typing import get_args
 
@@ -211,3 +212,34 @@ def test_a_device_given_twice():
 def test_sizes_cannot_change_afterwards():
     with pytest.raises(AttributeError):
         Topology(2, 2).attn_dp = 4  # pyright: ignore[reportAttributeAccessIssue]
+
+
+HOSTS = {
+    "replicas over hosts": ((16, 1, 16, 2), {"attn_dp_outer": 2, "attn_dp_inner": 8, "attn_tp": 1}),
+    "a cut that is there already": ((2, 8, 16, 2), {"attn_dp": 2, "attn_tp": 8}),
+    "three pieces": ((8, 1, 4, 2), {"attn_dp_outer": 2, "attn_dp_middle": 2, "attn_dp_inner": 2, "attn_tp": 1}),
+    "heads over hosts": ((1, 8, 8, 2), {"attn_dp": 1, "attn_tp_outer": 2, "attn_tp_inner": 4}),
+    "no refinement": ((2, 3, 6, 3), {"attn_dp": 2, "attn_tp": 3}),
+}
+
+
+@pytest.mark.parametrize(("sizes", "axes"), HOSTS.values(), ids=HOSTS)
+def test_a_cut_into_hosts_becomes_an_axis_where_it_refines_the_others(sizes, axes):
+    dp, tp, ep, hosts = sizes
+    topology = Topology(dp, tp, ep, hosts=hosts)
+    assert topology.axes == axes
+    assert [topology.size(topology.group(name)) for name in ("attn_dp", "attn_tp", "moe_ep")] == [dp, tp, ep]
+    assert topology.group("moe_ep") + topology.group("moe_tp") == tuple(axes) or 1 in axes.values()
+
+
+def test_hosts_are_read_off_the_devices():
+    device = collections.namedtuple("device", "id process_index")
+    by_host = [device(i, i // 4) for i in range(8)]
+    assert Topology(8, 1, devices=by_host).axes == {"attn_dp_outer": 2, "attn_dp_inner": 4, "attn_tp": 1}
+    for mixed in ([*by_host[::2], *by_host[1::2]], [*by_host[:3], *by_host[4:], by_host[3]]):
+        assert Topology(8, 1, devices=mixed).axes == {"attn_dp": 8, "attn_tp": 1}
+
+
+def test_hosts_that_do_not_divide_the_world_are_refused():
+    with pytest.raises(TopologyError, match="hosts=3 does not divide the world of 8 devices"):
+        Topology(4, 2, hosts=3)

@@ -14,6 +14,7 @@ from jaxcoll import cost
 from jaxcoll.kernels import RowShape
 from jaxcoll.linear import partition_specs
 from jaxcoll.plan import LayerPlan, plan_layer
+from jaxcoll.plan_exchange import compiler_options
 from jaxcoll.settings import Settings
 from jaxcoll.step import Step, compile_step
 from jaxcoll.topology import Topology
@@ -41,7 +42,7 @@ def compile_decode(
     parameters: dict,
     caches: Any,
     results: Sequence[str],
-    compiler: Callable[[jax.stages.Lowered], jax.stages.Compiled] | None = None,
+    compiler: Callable[..., jax.stages.Compiled] | None = None,
 ) -> Step:
     """Compiles step(parameters, caches, batch [attn_dp, M, 3], counts [attn_dp]) -> (caches, results).
 
@@ -68,6 +69,7 @@ def compile_decode(
             out_specs=(by_replica, by_replica),
             donate_argnums=(1,),
             compiler=compiler,
+            compiler_options=compiler_options(topology, plan.exchange),
         )
 
 

@@ -56,7 +56,7 @@ def open_session(
     Raises:
         UserError, TopologyError, PlanError, SettingsError: with the reason.
     """
-    topology = Topology(*options.topology.sizes)
+    topology = Topology.here(*options.topology.sizes)
     homes = spread(requests, topology.attn_dp, counts)
     room = tuple(sum(replica == r for replica, _ in homes) for r in range(topology.attn_dp))
     length = cache_length(config, options.max_seq_len, positions, what)
