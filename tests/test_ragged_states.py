@@ -256,3 +256,4 @@ def test_ragged_programs_send_no_padded_rows(attn_dp, attn_tp, group):
 def test_the_transport_follows_the_devices():
     assert transport_for(Topology(4, 2)) == "dense"
     assert transport_for(Topology(4, 2, devices=gpu_devices("h200", 1, 8))) == "ragged"
+    assert transport_for(Topology(devices=gpu_devices("h200", 1, 1))) == "dense"

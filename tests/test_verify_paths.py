@@ -12,12 +12,12 @@ from jaxcoll.settings import Settings
 from jaxcoll.topology import Topology
 from models.cli import main
 from models.deepseek_v4 import params
+from models.deepseek_v4.compare import compare
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.decoder import TRACE, Decoder
 from models.deepseek_v4.model import DeepSeekV4
 from models.deepseek_v4.requests import spread
 from models.deepseek_v4.trace import Trace
-from models.deepseek_v4.verify import compare
 from models.progress import Working
 
 POSITIONS = 10  # two closed CSA windows and one closed HCA window of the tiny model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,14 @@ from jaxcoll.plan import LayerPlan
 from jaxcoll.settings import Settings
 from jaxcoll.step import Step
 from jaxcoll.topology import Topology
-from models.deepseek_v4 import params
 from models.deepseek_v4.cache import cache_shapes
-from models.deepseek_v4.checkpoint import LoadReport
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.model import DeepSeekV4
 from models.deepseek_v4.program import compile_decode, plan_decode
 from models.errors import UserError
+
+if TYPE_CHECKING:
+    from models.deepseek_v4.checkpoint import LoadReport
 
 DEFAULT_MAX_SEQ_LEN = 4096
 MOST_PLANS = 4096  # plans kept by their counts; making one anew costs a fraction of a millisecond
@@ -93,6 +94,8 @@ class Decoder:
         progress: Callable[[int, int], None] | None = None,
     ) -> tuple[Decoder, LoadReport]:
         """Reads a published checkpoint folder onto the mesh; see `params.load` for what is refused."""
+        from models.deepseek_v4 import params  # not above: the device check decodes without safetensors
+
         config = config or Config.from_folder(folder)
         settings = settings or Settings.from_environment()
         model = DeepSeekV4(config, topology, settings)

@@ -11,11 +11,11 @@ from rich.console import Console
 from jaxcoll.explain import stages
 from jaxcoll.topology import GroupName, Topology
 from models.deepseek_v4 import report
+from models.deepseek_v4.compare import compare
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.decoder import TRACE, Decoder
 from models.deepseek_v4.session import open_session
 from models.deepseek_v4.trace import Trace
-from models.deepseek_v4.verify import compare
 from models.options import DemoOptions
 from models.progress import Working
 

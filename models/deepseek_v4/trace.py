@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
 from models.deepseek_v4.config import Config
 from models.errors import UserError
 
 FILE = "trace.safetensors"
+Tensors = Mapping[str, np.ndarray]
 
 
 class TraceError(UserError):
@@ -48,6 +48,9 @@ class Trace:
         Raises:
             TraceError: the file or a tensor is missing, or a tensor's shape, type or ids do not fit the config.
         """
+        from safetensors import SafetensorError  # not above: the device check reads traces without safetensors
+        from safetensors.numpy import load_file
+
         path = folder / FILE
         if not path.is_file():
             raise TraceError(f"{folder} has no {FILE}: verify compares with one; generate and bench need none")
@@ -58,6 +61,15 @@ class Trace:
             raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
         except (SafetensorError, ValueError, TypeError, KeyError) as error:
             raise TraceError(f"{path} cannot be read as safetensors: {error}") from error
+        return cls.from_tensors(tensors, config, path)
+
+    @classmethod
+    def from_tensors(cls, tensors: Tensors, config: Config, path: Path) -> Trace:
+        """Checks the tensors of a trace; `path` is where errors say they lie.
+
+        Raises:
+            TraceError: a tensor is missing, or its shape, type or ids do not fit the config.
+        """
         layers = config.num_hidden_layers
         ids = _ids(path, tensors, "input_ids", (None, None), config.vocab_size)
         batch, length = ids.shape
@@ -72,7 +84,7 @@ class Trace:
         return cls(ids, greedy, values, topk)
 
 
-def _tensor(path: Path, tensors: dict, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
+def _tensor(path: Path, tensors: Tensors, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
     if name not in tensors:
         raise TraceError(f"{path} has no tensor {name}")
     value = tensors[name]
@@ -83,14 +95,14 @@ def _tensor(path: Path, tensors: dict, name: str, shape: tuple[int | None, ...])
     return value
 
 
-def _values(path: Path, tensors: dict, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
+def _values(path: Path, tensors: Tensors, name: str, shape: tuple[int | None, ...]) -> np.ndarray:
     value = _tensor(path, tensors, name, shape)
     if value.dtype.kind not in "fV" and value.dtype.name != "bfloat16":
         raise TraceError(f"{name} in {path} is {value.dtype}; it must be a floating-point type")
     return value.astype(np.float32)
 
 
-def _ids(path: Path, tensors: dict, name: str, shape: tuple[int | None, ...], limit: int) -> np.ndarray:
+def _ids(path: Path, tensors: Tensors, name: str, shape: tuple[int | None, ...], limit: int) -> np.ndarray:
     value = _tensor(path, tensors, name, shape)
     if value.dtype.kind not in "iu":
         raise TraceError(f"{name} in {path} is {value.dtype}; it must be an integer type")
