@@ -11,9 +11,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxcoll import cost
+from jaxcoll.exchange_cost import ExpertShapes, exchange_transfers
 from jaxcoll.linear import partition_specs
 from jaxcoll.plan import LayerPlan
+from jaxcoll.ragged import Transport
+from jaxcoll.states import Group
 from jaxcoll.step import Step, compile_step
+from jaxcoll.topology import Topology
+from models.deepseek_v4.config import Config
 from models.deepseek_v4.model import DeepSeekV4
 
 
@@ -76,9 +81,25 @@ def predicted_transfers(model: DeepSeekV4, plan: LayerPlan) -> list[cost.Transfe
     config, topology = model.config, model.topology
     row = config.hidden_size * jnp.dtype(config.torch_dtype).itemsize
     found = cost.gather_transfers(topology, plan, 4, "ids")
-    for _ in range(config.num_hidden_layers):
-        found += cost.attention_transfers(topology, plan, row)
-        found += cost.gather_transfers(topology, plan, row)
-        found += cost.combine_transfers(topology, plan, row)
+    found += config.num_hidden_layers * layer_transfers(config, topology, plan)
     vocabulary = model.head.weight.shape[0] * 4  # logits are float32
     return found + cost.head_transfers(topology, plan, row, vocabulary)
+
+
+def layer_transfers(
+    config: Config, topology: Topology, plan: LayerPlan, transport: Transport | None = None, hosts: Group | None = None
+) -> list[cost.Transfer]:
+    """What one layer communicates by its plan and its sizes.
+
+    Args:
+        transport, hosts: see `exchange_cost.exchange_transfers`.
+    """
+    row = config.hidden_size * jnp.dtype(config.torch_dtype).itemsize
+    found = cost.attention_transfers(topology, plan, row)
+    if plan.backend == "all_to_all":
+        shapes = ExpertShapes(
+            config.n_routed_experts, config.num_experts_per_tok, config.hidden_size, config.torch_dtype
+        )
+        return found + exchange_transfers(topology, plan, shapes, transport=transport, hosts=hosts)
+    found += cost.gather_transfers(topology, plan, row, transport=transport)
+    return found + cost.combine_transfers(topology, plan, row, transport=transport)
