@@ -108,7 +108,7 @@ def _exchange(topology: Topology, form: Mode, sizes: tuple[int, int, int, int]) 
     def there_and_back(x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         own = [split_rows(a, tp, fill=-1) for a in (x, ids, weights)]
         with jax.named_scope("gather"):
-            received, handle = dispatch(*own, spec)
+            received, handle = dispatch(own[0], own[1], own[2], spec)
         y = received.x * (lax.axis_index(spec.moe_ep) + 1)  # stands for this rank's experts
         with jax.named_scope("combine"):
             return join_rows(combine_home(y, handle), tp, rows=rows)

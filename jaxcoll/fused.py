@@ -34,7 +34,7 @@ Array = jax.Array
 MOST_WAVES = 4  # each wave is an exchange more, which costs its latency; two already hide half of the bytes
 
 Weights = Any
-ExpertFn = Callable[[Weights, Received | ReceivedPerExpert], Array]
+ExpertFn = Callable[[Weights, Received | ReceivedPerExpert, tuple[int, int]], Array]
 
 
 def fused_moe(
@@ -53,9 +53,11 @@ def fused_moe(
     Args:
         hidden: [T, D] SHARD over moe_ep and moe_tp: this rank's own rows.
         topk_ids, topk_weights: [T, K], as for `dispatch`.
-        expert_weights: a tree of arrays [L, ...], this rank's own experts first.
-        experts: computes a wave: (expert_weights of the wave's experts, what arrived for them, numbered from 0) ->
-            [R, D] or [L, C, D], as `combine` takes them; with moe_tp each of its ranks returns its addend (SHARD).
+        expert_weights: of this rank's own L experts, in whatever form `experts` reads. They are not cut here: XLA
+            would copy a wave's share of them in every step.
+        experts: computes a wave: (expert_weights, what arrived, (first, size) of the wave's experts, which are
+            numbered from 0 in what arrived) -> [R, D] or [size, C, D], as `combine` takes them; with moe_tp each of
+            its ranks returns its addend (SHARD).
         spec: how rows travel. low_latency sends no row more than a single exchange would; normal sends a row to a
             rank once for each wave in which it has an expert there.
         waves: into how many the L experts are cut, as equal as possible; None is `default_waves`.
@@ -75,10 +77,11 @@ def fused_moe(
     check_row_numbers("fused_moe (its results)", {"T": ids.shape[0], "K": ids.shape[1], "waves": len(cuts)})
     sent = _depart(rows, ids, weights, spec, local, cuts[0])
     home: list[Combining] = []
-    for i, (first, size) in enumerate(cuts):
+    for i, cut in enumerate(cuts):
         following = _depart(rows, ids, weights, spec, local, cuts[i + 1]) if i + 1 < len(cuts) else None
         received, handle = dispatch_finish(sent)
-        y = experts(jax.tree.map(lambda w: w[first : first + size], expert_weights), received)  # noqa: B023
+        with jax.named_scope(f"wave.{i}"):
+            y = experts(expert_weights, received, cut)
         if home:
             home[-1], y = meanwhile(home[-1], y)
         if following is not None:

@@ -135,7 +135,7 @@ def collectives(program: jax.stages.Compiled | str, topology: Topology) -> tuple
     """
     text = program if isinstance(program, str) else program.as_text()
     module = _Module(text or "", topology.world)
-    return tuple(record for line in module.lines if (record := module.collective(line, topology)))
+    return tuple(record for line in module.lines if (record := module.collective(line, topology.axes)))
 
 
 def mosaic_kernels(program: jax.stages.Compiled | str) -> tuple[str, ...]:
@@ -238,8 +238,8 @@ class _Module:
         else:
             self._frames[int(row["id"])] = int(row["location"]), int(row["parent"])
 
-    def collective(self, line: _Line, topology: Topology) -> Collective | None:
-        """The record of one line, or None if it is no collective."""
+    def collective(self, line: _Line, mesh: dict[str, int]) -> Collective | None:
+        """The record of one line, or None if it is no collective; `mesh` is the axes that name groups."""
         match = _COLLECTIVE.match(line.text, len(line.type) + 1)
         if not match:
             return None
@@ -256,7 +256,7 @@ class _Module:
         results = operands if is_send else _result_types(line.type, match)
         outer = self.async_calls.get(line.computation, "")
         started = bool(match["start"] or outer or is_send)
-        axes, sums = tuple(topology.axes.items()), kind in REDUCES_OR_GATHERS
+        axes, sums = tuple(mesh.items()), kind in REDUCES_OR_GATHERS
         group, size = named_group(attributes, sums, self.replicas, self.partitions, axes)
         operand_bytes, result_bytes = sum(map(_bytes, operands)), sum(map(_bytes, results))
         metadata = attributes if "op_name=" in attributes else outer
@@ -274,6 +274,10 @@ class _Module:
             name=line.name,
             computation=line.computation,
         )
+
+    def line(self, computation: str, name: str) -> _Line:
+        """The instruction of that name in that computation."""
+        return self._types[computation, name]
 
     def _operand_type(self, line: _Line, operand: str) -> str:
         """An operand is written as its name, in older texts after its type."""
@@ -354,13 +358,23 @@ def _bits(dtype: str) -> int:
     return int(width[1])
 
 
+def source_path(text: str) -> str | None:
+    """The named-scope path of an instruction without the wrappers of jit and shard_map; None if XLA kept no name."""
+    named = _OP_NAME.search(text)
+    return "/".join(_path(named["name"])) if named else None
+
+
+def _path(op_name: str) -> list[str]:
+    return [part for part in op_name.split("/") if part and not _WRAPPER.fullmatch(part)]
+
+
 def _source(kind: Kind, metadata: str) -> str:
     """The scope path that asked for a collective, without the wrappers of jit and shard_map."""
     named = _OP_NAME.search(metadata)
     if not named:
         # XLA never adds one of its own, but some of its passes rebuild it without its name.
         return "ragged_all_to_all (XLA kept no name)" if kind == "ragged_all_to_all" else INSERTED
-    path = [part for part in named["name"].split("/") if part and not _WRAPPER.fullmatch(part)]
+    path = _path(named["name"])
     if not path or not _ASKED_FOR.match(path[-1]):
         return f"{INSERTED} for {'/'.join(path)}" if path else INSERTED
     return "/".join(path)

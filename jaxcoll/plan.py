@@ -61,6 +61,16 @@ class LayerPlan:
         return _mode(self.gather)
 
     @property
+    def batches(self) -> int:
+        """Parts in which a replica's rows pass a layer."""
+        return 2 if self.exchange and self.exchange.overlap == "two_batch" else 1
+
+    def one_batch(self) -> LayerPlan:
+        """The plan of one of them: its rows are this step's over `batches`, rounded up."""
+        rows = -(-self.rows.rows // self.batches)
+        return dataclasses.replace(self, rows=dataclasses.replace(self.rows, rows=rows))
+
+    @property
     def program(self) -> tuple:
         """What decides the compiled program; counts are its data."""
         paths = self.gather, self.combine, self.shared_expert, self.head, self.exchange

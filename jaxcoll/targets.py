@@ -12,6 +12,8 @@ import importlib.util
 import math
 import os
 import pathlib
+import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
@@ -107,7 +109,7 @@ def gpu_devices(target: GpuTarget, hosts: int, gpus_per_host: int) -> tuple[Any,
             f"{version} (jaxcoll's extra `aot`)"
         )
     try:
-        with _plugin_unchecked():
+        with _plugin_unchecked(), _plugin_unheard():
             found = topologies.get_topology_desc(
                 platform="cuda",
                 topology_name="",
@@ -132,7 +134,8 @@ def compile_only(lowered: jax.stages.Lowered, compiler_options: dict[str, Any] |
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # jax asks only once whether the cache is on
     try:
-        return lowered.compile(compiler_options)
+        with _plugin_unheard():
+            return lowered.compile(compiler_options)
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
@@ -172,3 +175,27 @@ def _plugin_unchecked() -> Iterator[None]:
         yield
     finally:
         del os.environ[key]
+
+
+@contextmanager
+def _plugin_unheard() -> Iterator[None]:
+    """Keeps the plugin's log off stderr, which it writes past Python; heard after all where the work fails.
+
+    A process that asked for errors alone before the plugin was loaded needs nothing.
+    """
+    if os.environ.get("TF_CPP_MIN_LOG_LEVEL", "0") >= "3":
+        yield
+        return
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            said.seek(0)
+            os.write(stderr, said.read())
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)

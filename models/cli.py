@@ -17,15 +17,17 @@ from typing import Annotated
 import tyro
 
 from models.errors import UserError
-from models.options import BenchOptions, DemoOptions, ExplainOptions, GenerateOptions, RunOptions, VerifyOptions
+from models.options import BenchOptions, DemoOptions, ExplainOptions, GenerateOptions, Options, VerifyOptions
+from models.planning_options import CompileOptions
 from models.startup import prepare_devices
 
-COMMANDS: dict[str, type[RunOptions]] = {
+COMMANDS: dict[str, type[Options]] = {
     "demo": DemoOptions,
     "verify": VerifyOptions,
     "generate": GenerateOptions,
     "bench": BenchOptions,
     "explain": ExplainOptions,
+    "compile": CompileOptions,
 }
 _COMMAND_LINE = (
     Annotated[DemoOptions, tyro.conf.subcommand("demo")]
@@ -33,6 +35,7 @@ _COMMAND_LINE = (
     | Annotated[GenerateOptions, tyro.conf.subcommand("generate")]
     | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
     | Annotated[ExplainOptions, tyro.conf.subcommand("explain")]
+    | Annotated[CompileOptions, tyro.conf.subcommand("compile")]
 )
 
 
@@ -40,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit code; `argv` defaults to the process's arguments."""
     try:
         command, options = parse(sys.argv[1:] if argv is None else argv)
-        prepare_devices(options.topology.sizes.world, cpu_only=command == "demo")
+        prepare_devices(options.local_devices, cpu_only=options.cpu_only, quiet=options.compiles_for_gpus)
         code = _run(command, options)
         sys.stdout.flush()
         return code
@@ -56,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def parse(argv: Sequence[str]) -> tuple[str, RunOptions]:
+def parse(argv: Sequence[str]) -> tuple[str, Options]:
     """Reads a command line into the subcommand's name and options.
 
     Raises:
@@ -117,7 +120,7 @@ def _sentence(report: str) -> str:
     return re.sub(r"^Missing from jaxcoll (\w+): (\S+) (.*) \(required\)", r"\1 needs \2: \3", text)
 
 
-def _run(command: str, options: RunOptions) -> int:
+def _run(command: str, options: Options) -> int:
     """Imports the subcommand's module, and jax with it; what the lower layers refuse becomes a UserError."""
     try:
         work = importlib.import_module(f"models.deepseek_v4.{command}")

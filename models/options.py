@@ -127,14 +127,45 @@ class TopologyOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunOptions:
-    """What every subcommand takes."""
+class Options:
+    """What the command line asks of every subcommand's options."""
+
+    @property
+    def local_devices(self) -> int:
+        """Devices that this process must show."""
+        return 1
+
+    @property
+    def cpu_only(self) -> bool:
+        """Whether no GPU of this machine is used."""
+        return True
+
+    @property
+    def compiles_for_gpus(self) -> bool:
+        """Whether programs are compiled for GPUs that are not here."""
+        return False
+
+    def check(self) -> None:
+        """Raises UserError for options that contradict each other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions(Options):
+    """What every subcommand takes that runs on devices of this machine."""
 
     topology: OmitArgPrefixes[TopologyOptions] = dataclasses.field(default_factory=TopologyOptions, kw_only=True)
     max_seq_len: Annotated[OptionalSize, arg(help_behavior_hint="(default: the model's positions, at most 4096)")] = (
         dataclasses.field(default=None, kw_only=True)
     )
     """Cache length: positions that each request can take."""
+
+    @property
+    def local_devices(self) -> int:
+        return self.topology.sizes.world
+
+    @property
+    def cpu_only(self) -> bool:
+        return False
 
     def check(self) -> None:
         """Raises UserError for options that contradict each other."""
@@ -188,6 +219,10 @@ class PathOptions:
 @dataclasses.dataclass(frozen=True)
 class DemoOptions(RunOptions):
     """Decode the packaged tiny model on CPU devices, and show what moves between them."""
+
+    @property
+    def cpu_only(self) -> bool:
+        return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,6 +296,10 @@ class ExplainOptions(RunOptions):
     """Compile for this: the CPU devices here, or GPUs that need not be here."""
     format: Literal["table", "json", "mermaid"] = "table"
     """How to print it."""
+
+    @property
+    def compiles_for_gpus(self) -> bool:
+        return self.target != "cpu"
 
     def check(self) -> None:
         super().check()

@@ -12,10 +12,11 @@ from models.errors import UserError
 PLATFORMS = "JAX_PLATFORMS"
 CPU_DEVICES = "JAX_NUM_CPU_DEVICES"
 HOST_DEVICES_FLAG = "--xla_force_host_platform_device_count"
+PLUGIN_LOG = "TF_CPP_MIN_LOG_LEVEL"
 MOST_DEVICES = 1024  # of one process; a CPU shows any number asked for, and runs out of memory starting them
 
 
-def prepare_devices(world: int, *, cpu_only: bool = False) -> None:
+def prepare_devices(world: int, *, cpu_only: bool = False, quiet: bool = False) -> None:
     """Sets the environment so that jax, imported afterwards, sees `world` devices on a CPU-only machine.
 
     A process that has imported jax already keeps what it has: jax reads these settings only once.
@@ -23,6 +24,7 @@ def prepare_devices(world: int, *, cpu_only: bool = False) -> None:
     Args:
         world: devices that the command is going to use.
         cpu_only: choose the CPU even where a GPU is present.
+        quiet: keep the compilers' log of GPUs that are not here off stderr; what goes wrong is raised all the same.
 
     Raises:
         UserError: more devices than one process can start.
@@ -31,6 +33,8 @@ def prepare_devices(world: int, *, cpu_only: bool = False) -> None:
         raise UserError(f"{world} devices were asked for; one process starts at most {MOST_DEVICES}")
     if "jax" in sys.modules:
         return
+    if quiet:
+        os.environ.setdefault(PLUGIN_LOG, "3")
     if cpu_only or not gpu_present():
         os.environ.setdefault(PLATFORMS, "cpu")
     if HOST_DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):

@@ -81,8 +81,8 @@ def test_sizes_that_were_not_given_follow_from_those_that_were(options, sizes):
 
 MISUSES = {
     "": "one of the commands demo, verify, generate, bench, explain, and none was given",
-    "frobnicate": "one of the commands demo, verify, generate, bench, explain, not 'frobnicate'",
-    "--json": "one of the commands demo, verify, generate, bench, explain, not '--json'",
+    "frobnicate": "one of the commands demo, verify, generate, bench, explain, compile, plan, not 'frobnicate'",
+    "--json": "one of the commands demo, verify, generate, bench, explain, compile, plan, not '--json'",
     "verify": "verify needs FIXTURE: folder",
     "generate --prompt-ids 1": "generate needs CHECKPOINT_DIR: folder",
     "bench": "bench needs CHECKPOINT_DIR: folder",

@@ -17,6 +17,7 @@ from jaxcoll.collectives import all_reduce, declare_partial
 from jaxcoll.topology import Topology
 from models.deepseek_v4 import experts
 from models.deepseek_v4.config import Config
+from models.deepseek_v4.expert_blocks import block_rows, blocks_at_even_load
 from models.deepseek_v4.experts import Experts, gated
 from models.deepseek_v4.moe import MoE
 from models.deepseek_v4.router import Routing
@@ -25,7 +26,7 @@ from models.deepseek_v4.router import Routing
 CONFIG = published(compress_ratios=[0, 0])
 TENSORS = random_tensors(CONFIG)
 EXPERTS, K, ROWS, D = 12, 3, 10, 24
-FORMS = pytest.mark.parametrize("form", ["dense", "grouped"])
+FORMS = pytest.mark.parametrize("form", ["dense", "grouped", "row by row"])
 CLOSE: dict[str, Any] = dict(rtol=1e-5, atol=2e-5)
 EVERYWHERE = P()
 
@@ -35,10 +36,11 @@ MESHES = [(1, 1, 1), (2, 2, 2), (2, 3, 2), (2, 3, 6), (4, 2, 4), (4, 2, 2), (2, 
 
 @pytest.fixture(autouse=True)
 def _form(request, monkeypatch):
-    """The threshold between the forms, moved where a test names a form."""
+    """The threshold between the forms, moved where a test names a form; blocks of 3 rows, or of one."""
     if "form" in request.fixturenames:
-        work = np.inf if request.getfixturevalue("form") == "dense" else -1
-        monkeypatch.setattr(experts, "DENSE_WORK", work)
+        form = request.getfixturevalue("form")
+        monkeypatch.setattr(experts, "DENSE_WORK", np.inf if form == "dense" else -1)
+        monkeypatch.setattr(experts, "block_rows", lambda _: 1 if form == "row by row" else 3)
 
 
 @functools.cache
@@ -242,8 +244,8 @@ def equations(jaxpr: Any) -> Iterator[Any]:
                     yield from equations(inner)
 
 
-def matmul_work(config: dict, topology: Topology, rows: int) -> tuple[int, set[str]]:
-    """Multiply-adds of one rank's routed experts, traced with abstract weights, and the matmuls' names."""
+def matmul_work(config: dict, topology: Topology, rows: int) -> tuple[int, int]:
+    """Multiply-adds of one rank's routed experts, traced with abstract weights: of one block, and outside the loop."""
     module = Experts(Config.from_dict(config), topology, jnp.bfloat16)
     world, k = topology.group("world"), config["num_experts_per_tok"]
     graph, state = nnx.split(module)
@@ -257,38 +259,75 @@ def matmul_work(config: dict, topology: Topology, rows: int) -> tuple[int, set[s
     specs = jax.tree.map(lambda v: v.get_metadata()["spec"], state, is_leaf=lambda v: isinstance(v, nnx.Variable))
     mapped = jax.shard_map(fn, mesh=topology.mesh, in_specs=(specs, *(EVERYWHERE,) * 4), out_specs=EVERYWHERE)
     traced = jax.make_jaxpr(cast(Any, mapped))(state, *args)
-    work, names = 0, set()
-    for eqn in equations(traced.jaxpr):
-        name = eqn.primitive.name
-        if name not in ("dot_general", "ragged_dot_general"):
-            assert "dot" not in name and "conv" not in name.removeprefix("convert")
-            continue
-        names.add(name)
-        numbers = eqn.params["dimension_numbers" if name == "dot_general" else "ragged_dot_dimension_numbers"]
-        contracted = numbers[0][0] if name == "dot_general" else numbers.dot_dimension_numbers[0][0]
-        lengths = [eqn.invars[0].aval.shape[d] for d in contracted]
-        work += int(np.prod(eqn.outvars[0].aval.shape) * np.prod(lengths))
-    return work, names
+    loops = [eqn for eqn in equations(traced.jaxpr) if eqn.primitive.name == "while"]
+    inside = sum(products(eqn) for loop in loops for eqn in equations(loop.params["body_jaxpr"].jaxpr))
+    return inside, sum(map(products, equations(traced.jaxpr))) - inside
+
+
+def products(eqn: Any) -> int:
+    """Multiply-adds of a matmul, or of the sum over products [out, in] that stands for one with a single row."""
+    name, sizes = eqn.primitive.name, [getattr(v.aval, "shape", ()) for v in eqn.invars]
+    if name == "dot_general":
+        contracted = eqn.params["dimension_numbers"][0][0]
+        return int(np.prod(eqn.outvars[0].aval.shape) * np.prod([sizes[0][d] for d in contracted]))
+    assert "dot" not in name and "conv" not in name.removeprefix("convert")
+    return int(np.prod(sizes[0])) if name == "reduce_sum" and len(sizes[0]) == 2 else 0
 
 
 @pytest.mark.parametrize("rows", [8 * 1, 8 * 8, 8 * 64])
 @pytest.mark.parametrize(("attn", "ep"), [((8, 1), 8), ((4, 2), 8), ((4, 2), 4), ((1, 8), 2)], ids=str)
 @pytest.mark.parametrize("model", [FLASH, PRO], ids=["flash", "pro"])
 def test_work_at_the_published_shapes_follows_the_routed_rows(model, attn, ep, rows):
-    work, names = matmul_work(published(**model), Topology(attn[0], attn[1], ep), rows)
+    """Any load is computed in blocks that the experts really have; an even one costs at most 1.5 times its rows."""
+    block, outside = matmul_work(published(**model), Topology(attn[0], attn[1], ep), rows)
     local, width = model["n_routed_experts"] // ep, model["moe_intermediate_size"] // (8 // ep)
-    assert work == 3 * rows * min(6, local) * model["hidden_size"] * width
-    assert work < 3 * rows * local * model["hidden_size"] * width / 5
-    assert names == {"ragged_dot_general"}
+    size = block_rows(rows * 6 / model["n_routed_experts"])
+    assert (block, outside) == (3 * size * model["hidden_size"] * width, 0)
+    assert rows * 6 / ep <= size * blocks_at_even_load(rows * 6 / ep, local, size) <= 1.5 * rows * 6 / ep
 
 
-@pytest.mark.parametrize("rows", [8, 512])
-def test_a_rank_with_few_experts_does_them_all(rows):
-    """32 experts over 8 ranks: 4 local ones are at most what a row of 6 may choose."""
-    work, names = matmul_work(published(**{**FLASH, "n_routed_experts": 32}), Topology(8, 1), rows)
-    assert (work, names) == (3 * rows * 4 * 4096 * 2048, {"dot_general"})
+def test_a_rank_with_few_experts_multiplies_routed_rows_too():
+    """32 experts over 8 ranks: every row may choose all 4 local ones, but at even load 1.5 rows of 8 choose each."""
+    block, outside = matmul_work(published(**{**FLASH, "n_routed_experts": 32}), Topology(8, 1), 8)
+    assert (block, outside) == (3 * 1 * 4096 * 2048, 0)
 
 
 def test_at_tiny_shapes_each_weight_is_read_once():
-    work, names = matmul_work(CONFIG, Topology(2, 3, 2), 8)
-    assert (work, names) == (3 * 8 * 6 * 24 * 8, {"dot_general"})
+    assert matmul_work(CONFIG, Topology(2, 3, 2), 8) == (0, 3 * 8 * 6 * 24 * 8)
+
+
+def test_blocks_hold_every_row_and_little_more():
+    sizes = [block_rows(rows) for rows in (0.25, 1, 1.99, 2, 4, 5, 8, 16, 32, 2048)]
+    assert sizes == [1, 1, 1, 3, 6, 7, 8, 24, 48, 512]
+    for rows, local, size, wanted in (
+        (6, 24, 1, 6),
+        (6, 24, 8, 6),
+        (384, 24, 24, 24),
+        (385, 24, 16, 25),
+        (0.5, 4, 1, 1),
+    ):
+        assert blocks_at_even_load(rows, local, size) == wanted
+
+
+@pytest.mark.parametrize("form", ["grouped", "row by row"])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 2)])
+def test_rows_of_each_expert_go_through_it_and_no_other(form, sizes):
+    """Low latency: counts 0..C with blocks of 3 over C = 7, so that last blocks are moved back over finished rows."""
+    topology, capacity = Topology(*sizes), 7
+    moe_tp, by_expert = topology.group("moe_tp"), P(topology.group("moe_ep") or None)
+    module = Experts(Config.from_dict(CONFIG), topology, jnp.float32)
+
+    def fn(module: Any, x: Any, counts: Any) -> Any:
+        y = module.received_per_expert(x, counts)
+        return all_reduce(declare_partial(y, moe_tp), moe_tp) if moe_tp else y
+
+    counts = np.array([0, 7, 1, 3, 4, 2, 5, 6, 7, 0, 3, 1], np.int32)
+    x = np.random.default_rng(5).standard_normal((EXPERTS, capacity, D)).astype(np.float32)
+    real = np.arange(capacity) < counts[:, None]
+    x = np.where(real[..., None], x, np.nan).astype(np.float32)
+    parameters = parameters_of(module, TENSORS, "layers.1.ffn.experts", topology)
+    step = compile_module(module, fn, parameters, topology, (x, counts), (by_expert,) * 2, by_expert)
+    found, model = np.asarray(step(x, counts)), Reference(CONFIG, TENSORS)
+    for e in range(EXPERTS):
+        wanted = [model.expert(row.astype(np.float64), f"layers.1.ffn.experts.{e}") for row in x[e, : counts[e]]]
+        np.testing.assert_allclose(found[e, : counts[e]], np.reshape(wanted, (counts[e], D)), **CLOSE)

@@ -3,7 +3,7 @@
 import pytest
 from golden import ODD, TINY, WIDE
 
-from models.deepseek_v4 import verify
+from models.deepseek_v4 import experts, verify
 from models.options import PathOptions, TopologyOptions, VerifyOptions
 from models.progress import Working
 
@@ -60,3 +60,12 @@ def test_an_exchange_has_no_gather():
 
     with pytest.raises(PlanError, match="gather max_len is impossible here because an all_to_all was asked for"):
         outcome(TINY, 4, 2, 8, gather="max_len")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "size"), [("normal", 2), ("low_latency", 1)])
+def test_experts_block_by_block_compute_what_the_trace_says(monkeypatch, mode, size):
+    monkeypatch.setattr(experts, "DENSE_WORK", -1)
+    monkeypatch.setattr(experts, "block_rows", lambda _: size)
+    result = outcome(TINY, 4, 2, 2, (0, 3, 1, 0), dispatch=mode)
+    assert result["ok"] and result["greedy_match"] and max(result["max_abs_err"].values()) < CLOSE

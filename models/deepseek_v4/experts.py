@@ -5,8 +5,6 @@ What leaves here is a contribution (one addend per rank) that the caller declare
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,17 +16,21 @@ from jax.sharding import PartitionSpec as P
 from jaxcoll.dispatch import Received, ReceivedPerExpert
 from jaxcoll.linear import parameter
 from jaxcoll.placement import Placement
-from jaxcoll.routing import merge_repeats
+from jaxcoll.routing import exclusive_sum, merge_repeats, tokens_per_expert
 from jaxcoll.topology import Topology
 from models.deepseek_v4.config import Config
+from models.deepseek_v4.expert_blocks import as_varying_as, block_rows, expert_of, over_blocks, times
 from models.deepseek_v4.router import Routing
 
 Array = jax.Array
+Cut = tuple[int, int]
 
 # Multiply-adds below which every local expert simply sees every row: at tiny batches reading each weight once is what
 # counts, and a batched matmul reads at several times the rate of a grouped one (CPU: 8x). At the published shapes even
 # one row per device is beyond this.
 DENSE_WORK = 5e8
+
+SCOPE = "routed_experts"  # names the routed experts' matmuls in traced and compiled programs
 
 
 def gated(w1_out: Array, w3_out: Array, limit: float) -> Array:
@@ -62,111 +64,105 @@ class Experts(nnx.Module):
         local = self.w1.shape[0]
         first = lax.axis_index(self.ep) * local if self.ep else 0
         ids = jnp.where(active[:, None], routing.ids - first, -1)
-        return self._choose_form(x)(x, Routing(ids, routing.weights))
+        with jax.named_scope(SCOPE):
+            return self._rows(x, Routing(ids, routing.weights), (0, local))
 
-    def weights(self) -> tuple[Array, Array, Array]:
-        """w1, w3, w2 of this rank's own experts, each [L, ...]; SHARD over the world."""
-        return self.w1[...], self.w3[...], self.w2[...]
-
-    def on(self, received: Received | ReceivedPerExpert) -> Array:
-        """What a dispatch brought, through the experts that it is for: see `received` and `received_per_expert`."""
-        if isinstance(received, Received):
-            return self.received(received.x, Routing(received.topk_ids, received.topk_weights))
-        return self.received_per_expert(received.x, received.tokens_per_expert)
-
-    def wave(self, weights: tuple[Array, Array, Array], received: Received | ReceivedPerExpert) -> Array:
-        """`on` with the weights of some of this rank's experts in place of all."""
-        some = copy.copy(self)
-        some.w1, some.w3, some.w2 = map(nnx.Param, weights)
-        return some.on(received)
-
-    def received(self, x: Array, routing: Routing) -> Array:
-        """Rows that were sent to this rank, through the experts that they chose here.
+    def on(self, received: Received | ReceivedPerExpert, cut: Cut | None = None) -> Array:
+        """What a dispatch brought, through the experts that it is for.
 
         Args:
-            x: [R, D], SHARD over moe_ep, REPLICA over moe_tp.
-            routing: local expert numbers, -1 for nobody, and weights.
+            received: [R, D] or [L, C, D], SHARD over moe_ep, REPLICA over moe_tp.
+            cut: (first, size) of this rank's experts that it is for, numbered from 0 in it; None is all.
 
         Returns:
-            [R, D] weighted sums, each rank of moe_tp its addend.
+            Laid out as received; each rank of moe_tp its addend. Normal: weighted sums; low latency: unweighted
+            results, garbage past the counts.
         """
-        return self._choose_form(x)(x, routing)
+        cut = cut or (0, self.w1.shape[0])
+        with jax.named_scope(SCOPE):
+            if isinstance(received, Received):
+                return self._rows(received.x, Routing(received.topk_ids, received.topk_weights), cut)
+            return self._per_expert(received.x, received.tokens_per_expert, cut)
 
-    def received_per_expert(self, x: Array, counts: Array) -> Array:
-        """Rows that were sent to each of this rank's experts, through it and unweighted.
+    def _rows(self, x: Array, routing: Routing, cut: Cut) -> Array:
+        work = 3 * x.shape[0] * cut[1] * self.w1.shape[1] * self.w1.shape[2]
+        return (self._grouped if work > DENSE_WORK else self._dense)(x, routing, cut)
 
-        Args:
-            x: [L, C, D], SHARD over moe_ep, REPLICA over moe_tp; the first counts[l] rows of expert l are real.
-            counts: [L] int32.
-
-        Returns:
-            [L, C, D], each rank of moe_tp its addend; rows past the counts are garbage.
-        """
+    def _per_expert(self, x: Array, counts: Array, cut: Cut) -> Array:
         local, capacity, width = x.shape
         if 3 * local * capacity * self.w1.shape[1] * width <= DENSE_WORK:
-            hidden = gated(_per_expert(self.w1[...], x), _per_expert(self.w3[...], x), self.config.swiglu_limit)
-            out = lax.dot_general(self.w2[...], hidden.astype(x.dtype), (((2,), (1,)), ((0,), (0,))))  # [L, D, C]
+            w1, w3, w2 = self._weights(cut)
+            hidden = gated(_by_expert(w1, x), _by_expert(w3, x), self.config.swiglu_limit)
+            out = lax.dot_general(w2, hidden.astype(x.dtype), (((2,), (1,)), ((0,), (0,))))  # [L, D, C]
             return out.transpose(0, 2, 1)
-        # At most min(K, L) copies of each row came here: close them up, so that work follows them.
-        bound = capacity * min(self.config.num_experts_per_tok, local)
-        place = (jnp.cumsum(counts) - counts)[:, None] + jnp.arange(capacity)
-        place = jnp.where(jnp.arange(capacity) < counts[:, None], place, bound).reshape(-1)
-        source = jnp.zeros(bound, jnp.int32).at[place].set(jnp.arange(local * capacity), mode="drop")
-        rows = x.reshape(-1, width)[source]
-        up = _ragged(rows, self.w1[...], counts), _ragged(rows, self.w3[...], counts)
-        out = _ragged(gated(*up, self.config.swiglu_limit).astype(x.dtype), self.w2[...], counts)
-        return out.at[place].get(mode="fill", fill_value=0).reshape(x.shape)
+        size = min(self.block_rows(capacity), capacity)
 
-    def _choose_form(self, x: Array) -> Callable[[Array, Routing], Array]:
-        local = self.w1.shape[0]
-        work = 3 * x.shape[0] * local * self.w1.shape[1] * self.w1.shape[2]
-        grouped = work > DENSE_WORK and local > self.config.num_experts_per_tok
-        return self._grouped if grouped else self._dense
+        def block(expert: Array, offset: Array, x: Array) -> Array:
+            start = jnp.minimum(offset, capacity - size)
+            rows = lax.dynamic_slice(x, (expert, start, 0), (1, size, width))[0]
+            # A last block that is moved to fit begins with rows that hold their results already.
+            done = start + jnp.arange(size) < offset
+            out = jnp.where(done[:, None], rows, self._expert(cut[0] + expert, rows))
+            return lax.dynamic_update_slice(x, out[None], (expert, start, 0))
 
-    def _dense(self, x: Array, routing: Routing) -> Array:
+        # Results take their rows' place: no second buffer of the proven bound.
+        return over_blocks(counts, size, block, as_varying_as(x, self.w1[...], counts))
+
+    def block_rows(self, tokens: int) -> int:
+        """Rows of one block where `tokens` rows, of the whole world, choose experts."""
+        return block_rows(tokens * self.config.num_experts_per_tok / self.config.n_routed_experts)
+
+    def _weights(self, cut: Cut) -> list[Array]:
+        """w1, w3, w2 of some experts; a copy where they are not all."""
+        weights = [self.w1[...], self.w3[...], self.w2[...]]
+        return weights if cut[1] == len(weights[0]) else [w[cut[0] : sum(cut)] for w in weights]
+
+    def _dense(self, x: Array, routing: Routing, cut: Cut) -> Array:
         """Every local expert on every row, unchosen ones with weight 0; reads each weight once."""
-        local, limit = self.w1.shape[0], self.config.swiglu_limit
+        local, limit = cut[1], self.config.swiglu_limit
+        w1, w3, w2 = self._weights(cut)
         chosen = routing.ids[:, :, None] == jnp.arange(local)
         weight = jnp.sum(jnp.where(chosen, routing.weights[:, :, None], 0), axis=1)  # [G, local]
         rows = jnp.broadcast_to(x, (local, *x.shape))
-        hidden = gated(_per_expert(self.w1[...], rows), _per_expert(self.w3[...], rows), limit)  # [local, F, G]
+        hidden = gated(_by_expert(w1, rows), _by_expert(w3, rows), limit)  # [local, F, G]
         weight = weight.T[:, None, :]
         hidden = jnp.where(weight > 0, hidden * weight, 0).astype(x.dtype)
-        out = lax.dot_general(self.w2[...], hidden, (((2,), (1,)), ((0,), (0,))))  # [local, D, G]
+        out = lax.dot_general(w2, hidden, (((2,), (1,)), ((0,), (0,))))  # [local, D, G]
         return jnp.sum(out, axis=0).T
 
-    def _grouped(self, x: Array, routing: Routing) -> Array:
-        """Rows sorted by expert, one grouped matmul: work follows the routed rows, not rows x experts."""
-        local = self.w1.shape[0]
-        merged = Routing(*merge_repeats(routing.ids, routing.weights))
-        g, k = merged.ids.shape
-        mine = (merged.ids >= 0) & (merged.ids < local)
-        expert = jnp.where(mine, merged.ids, local).reshape(-1)
-        # After the merge a row has at most min(K, local) choices here, so the sorted prefix holds all of them.
-        bound = g * min(k, local)
+    def _grouped(self, x: Array, routing: Routing, cut: Cut) -> Array:
+        """Rows sorted by expert, block by block: work follows the routed rows, not rows x experts."""
+        local = cut[1]
+        ids, weights = merge_repeats(routing.ids, routing.weights)
+        rows, k = ids.shape
+        expert = jnp.where((ids >= 0) & (ids < local), ids, local).reshape(-1)
         order = jnp.lexsort((expert,))  # stable; argsort's positions would be typed as equal on all ranks
-        sizes = jnp.sum(expert[:, None] == jnp.arange(local), axis=0, dtype=jnp.int32)
-        rows = x[order[:bound] // k]
-        up = _ragged(rows, self.w1[...], sizes), _ragged(rows, self.w3[...], sizes)
-        out = _ragged(gated(*up, self.config.swiglu_limit).astype(x.dtype), self.w2[...], sizes)
-        place = jnp.lexsort((order,)).reshape(g, k)  # where each (row, choice) went
-        back = out.at[place].get(mode="clip", wrap_negative_indices=False).astype(jnp.float32)
-        # `where`, not a product: rows past the groups' end may hold anything.
-        weighted = jnp.where(mine[:, :, None], back * merged.weights[:, :, None], 0)
-        return jnp.sum(weighted, axis=1).astype(x.dtype)
+        counts = tokens_per_expert(expert, local)
+        starts, size = exclusive_sum(counts), self.block_rows(rows)
+
+        def block(expert: Array, offset: Array, out: Array) -> Array:
+            place = offset + jnp.arange(size, dtype=jnp.int32)
+            real = place < counts[expert]
+            choice = order.at[starts[expert] + place].get(mode="clip", wrap_negative_indices=False)
+            y = self._expert(cut[0] + expert, x[choice // k]).astype(jnp.float32) * weights.reshape(-1)[choice][:, None]
+            # `where`, not a product: what is not real may hold anything. An expert has each row once.
+            to = jnp.where(real, choice // k, rows + place)
+            y = jnp.where(real[:, None], y, 0)
+            return out.at[to].add(y, mode="drop", wrap_negative_indices=False, unique_indices=True)
+
+        out = as_varying_as(jnp.zeros(x.shape, jnp.float32), x, self.w1[...], ids)
+        return over_blocks(counts, size, block, out).astype(x.dtype)
+
+    def _expert(self, expert: Array, rows: Array) -> Array:
+        """[B, D] through one of this rank's experts, unweighted: each rank of moe_tp its addend."""
+        w1, w3, w2 = expert_of((self.w1[...], self.w3[...], self.w2[...]), expert)
+        hidden = gated(times(rows, w1), times(rows, w3), self.config.swiglu_limit)
+        return times(hidden.astype(rows.dtype), w2)
 
 
-def _per_expert(w: Array, rows: Array) -> Array:
+def _by_expert(w: Array, rows: Array) -> Array:
     """[E, F, D] x [E, G, D] -> [E, F, G]; the weight first, which XLA:CPU streams fastest."""
     return lax.dot_general(w, rows, (((2,), (2,)), ((0,), (0,))))
-
-
-def _ragged(rows: Array, w: Array, sizes: Array) -> Array:
-    """Grouped matmul with [out, in] weights: rows [R, in] sorted by expert, w [E, out, in] -> [R, out]."""
-    numbers = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
-    )
-    return lax.ragged_dot_general(rows, w, sizes, numbers)
 
 
 class SharedExpertMLP(nnx.Module):

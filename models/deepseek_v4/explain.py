@@ -42,8 +42,6 @@ def run(options: ExplainOptions) -> int:
     topology = Topology(*sizes, devices=_devices(options))
     counts = options.requests_per_replica or (1,) * topology.attn_dp
     settings = options.paths.settings()
-    if settings.backend == "all_to_all":
-        raise UserError("explain predicts bytes for --moe-backend gather only; verify --json lists what ran")
     plan = plan_decode(config, topology, counts, settings)
     length = cache_length(config, options.max_seq_len, 1, "one step")
     model = DeepSeekV4(config, topology, settings)

@@ -128,9 +128,9 @@ class MoE(nnx.Module):
         with jax.named_scope("route"):
             routing = self.gate(own, tokens)
         with jax.named_scope("fused"):
-            weights, count = self.experts.weights(), bridge.own_count()
+            count = bridge.own_count()
             placed = self._placed(routing, first_row=jax.lax.axis_index(self.world) * own.shape[0])
-            y = fused_moe(own, *placed, weights, self.experts.wave, spec, count=count)
+            y = fused_moe(own, *placed, self.experts, Experts.on, spec, count=count)
         with jax.named_scope("shared"):
             return y + self.shared_experts(own), routing
 

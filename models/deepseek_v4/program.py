@@ -11,11 +11,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxcoll import cost
+from jaxcoll.exchange_cost import ExpertShapes, exchange_transfers
 from jaxcoll.kernels import RowShape
 from jaxcoll.linear import partition_specs
 from jaxcoll.plan import LayerPlan, plan_layer
 from jaxcoll.plan_exchange import compiler_options
+from jaxcoll.ragged import Transport
 from jaxcoll.settings import Settings
+from jaxcoll.states import Group
 from jaxcoll.step import Step, compile_step
 from jaxcoll.topology import Topology
 from models.deepseek_v4.config import Config
@@ -90,10 +93,31 @@ def predicted_transfers(model: DeepSeekV4, plan: LayerPlan) -> list[cost.Transfe
     """What one decode step communicates by its plan and its sizes, with the transport of the model's devices."""
     config, topology = model.config, model.topology
     row = config.hidden_size * jnp.dtype(config.torch_dtype).itemsize
-    found = cost.gather_transfers(topology, plan, 4, "ids")
-    for _ in range(config.num_hidden_layers):
-        found += cost.attention_transfers(topology, plan, row)
-        found += cost.gather_transfers(topology, plan, row)
-        found += cost.combine_transfers(topology, plan, row)
+    found = cost.gather_transfers(topology, plan, 4, "ids")  # none where the plan gathers nothing
+    found += config.num_hidden_layers * layer_transfers(config, topology, plan, experts=model.placement.num_physical)
     vocabulary = model.head.weight.shape[0] * 4  # logits are float32
     return found + cost.head_transfers(topology, plan, row, vocabulary)
+
+
+def layer_transfers(
+    config: Config,
+    topology: Topology,
+    plan: LayerPlan,
+    transport: Transport | None = None,
+    hosts: Group | None = None,
+    experts: int | None = None,
+) -> list[cost.Transfer]:
+    """What one layer communicates by its plan and its sizes.
+
+    Args:
+        experts: physical ones, where copies are held; None is the model's.
+        transport, hosts: see `exchange_cost.exchange_transfers`.
+    """
+    row = config.hidden_size * jnp.dtype(config.torch_dtype).itemsize
+    found = plan.batches * cost.attention_transfers(topology, plan.one_batch(), row)
+    if plan.exchange:
+        held = experts or config.n_routed_experts
+        shapes = ExpertShapes(held, config.num_experts_per_tok, config.hidden_size, config.torch_dtype)
+        return found + exchange_transfers(topology, plan, shapes, transport=transport, hosts=hosts)
+    found += cost.gather_transfers(topology, plan, row, transport=transport)
+    return found + cost.combine_transfers(topology, plan, row, transport=transport)

@@ -89,8 +89,8 @@ class _Half:
     @classmethod
     def of(cls, half: int, streams: Array, rows: Rows, bridge: Bridge) -> _Half:
         """Rows `half`, `half` + 2, ...; one padding row more where they are odd in number, or none at all."""
-        size = (streams.shape[0] + 1) // 2
-        plan = dataclasses.replace(bridge.plan, rows=dataclasses.replace(bridge.plan.rows, rows=size))
+        plan = bridge.plan.one_batch()
+        size = plan.rows.rows
         counts = (bridge.counts + 1 - half) // 2
         padding = jnp.iinfo(jnp.int32).max
         mine = Rows(

@@ -1,0 +1,146 @@
+"""What an all-to-all plan's rows communicate, in exact bytes, before anything is compiled: dispatch, combine, join.
+
+Shapes cost what a compiled program shows: the dense transport both of its branches, of which one runs, the ragged one
+its proven bound. What really travels is the routing's to say; `wire_bytes_from_counts` is its mean for even routing.
+Source: dispatch.py, level.py and exchange.py, whose shapes this follows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxcoll.cost import Transfer, transfer
+from jaxcoll.fused import default_waves, wave_cuts
+from jaxcoll.level import Level
+from jaxcoll.plan import LayerPlan
+from jaxcoll.ragged import Transport, transport_for
+from jaxcoll.split import chunk_rows
+from jaxcoll.states import Group
+from jaxcoll.topology import Topology
+from jaxcoll.wire import resolve, row_bytes
+
+_INT = 4  # bytes of a count, an expert id, a weight, a scale
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertShapes:
+    """What of a model decides an exchange's bytes.
+
+    Attributes:
+        experts, choices: E, and K per row.
+        width: D.
+        dtype: of the activations.
+    """
+
+    experts: int
+    choices: int
+    width: int
+    dtype: Any
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row as the model computes it."""
+        return self.width * jnp.dtype(self.dtype).itemsize
+
+
+def exchange_transfers(
+    topology: Topology,
+    plan: LayerPlan,
+    shapes: ExpertShapes,
+    *,
+    transport: Transport | None = None,
+    hosts: Group | None = None,
+) -> list[Transfer]:
+    """What one layer of an all-to-all plan communicates for its experts.
+
+    Args:
+        plan: its `exchange` says mode and wire, its rows the static shapes; counts are of real rows.
+        transport: None is what the topology's devices take.
+        hosts: leading axes of moe_ep that rows pass first; None is what the plan says.
+
+    Raises:
+        ValueError: the plan gathers rows, or a wire format that does not fit the width.
+    """
+    if plan.exchange is None:
+        raise ValueError("this plan gathers rows: cost.py prices them")
+    own = chunk_rows(plan.one_batch().rows.rows, topology.attn_tp)
+    real = sum(plan.rows.counts) / topology.world / own / plan.batches  # of a rank's rows, on average
+    moe_tp, attn_tp = topology.group("moe_tp"), topology.group("attn_tp")
+    there, home = row_bytes(resolve(plan.exchange.wire, shapes.dtype, shapes.width), shapes.width)
+    moved = []
+    for levels in _waves(topology, plan, shapes, transport, plan.exchange.hosts if hosts is None else hosts):
+        rows = own * topology.moe_tp
+        for level in levels:
+            moved += _out(level, topology, shapes, rows, real, there)
+            moved += _sent(level, topology, shapes, rows, real, home, "combine", True)
+            rows *= level.ranks
+    shared = 2 * shapes.choices * _INT  # ids and weights go with the rows
+    spread = own * (shapes.row_bytes + shared)
+    before = transfer("all_gather", moe_tp, topology, spread, spread * topology.moe_tp, "dispatch")
+    whole, part = own * topology.moe_tp * shapes.row_bytes, own * shapes.row_bytes
+    after = transfer("reduce_scatter", moe_tp, topology, whole, part, "combine")
+    join = transfer("all_gather", attn_tp, topology, part, part * topology.attn_tp, "join")
+    return plan.batches * (before + moved + after + join)
+
+
+def _waves(
+    topology: Topology, plan: LayerPlan, shapes: ExpertShapes, transport: Transport | None, hosts: Group
+) -> list[list[Level]]:
+    """The levels of every wave of experts, from sizes alone, as `DispatchSpec.levels`; one where it is not fused."""
+    assert plan.exchange is not None
+    group, transport, mode = topology.group("moe_ep"), transport or transport_for(topology), plan.exchange.mode
+    inner = group[len(hosts) :]
+    ranks, machines = topology.size(inner), topology.size(hosts)
+    local = shapes.experts // (ranks * machines)
+    waves = default_waves(local) if plan.backend == "fused" else 1
+    found = []
+    for _, size in wave_cuts(local, waves):
+        last = Level(inner, ranks, size, mode, transport, share=size / local)
+        outer = Level(hosts, machines, size * ranks, "normal", transport, share=size / local)
+        found.append([outer, last] if hosts else [last])
+    return found
+
+
+def _out(
+    level: Level, topology: Topology, shapes: ExpertShapes, rows: int, real: float, encoded: int
+) -> list[Transfer]:
+    """Counts, then rows: values and, beside them as integers, ids and weights in normal mode and fp8 scales."""
+    counts = (level.ranks if level.mode == "normal" else level.ranks * level.experts) * _INT
+    agreed = transfer("all_gather", level.group, topology, counts, counts * level.ranks, "counts")
+    beside = 2 * shapes.choices * _INT if level.mode == "normal" else 0
+    return agreed + _sent(level, topology, shapes, rows, real, encoded + beside, "dispatch", False)
+
+
+def _sent(
+    level: Level, topology: Topology, shapes: ExpertShapes, rows: int, real: float, each: int, purpose: str, home: bool
+) -> list[Transfer]:
+    """Rows of `each` bytes to their experts' ranks, or home."""
+    room = level.capacities(rows, shapes.choices)
+    slabs = 1 if level.mode == "normal" else level.experts
+    if level.transport == "dense":
+        blocks = sorted({room.small_pair, room.pair})
+        sizes = [level.ranks * block * each for block in blocks]
+        names = [purpose] if len(blocks) == 1 else [f"{purpose} (small blocks)", f"{purpose} (full blocks)"]
+        found = (transfer("all_to_all", level.group, topology, s, s, n) for s, n in zip(sizes, names, strict=True))
+        return [t for branch in found for t in branch]
+    operand, result = room.send * each, slabs * room.slab * each
+    if home:
+        operand, result = result, operand
+    travelling = round(rows * real * copies_per_row(level, shapes.choices) * each)
+    return transfer("ragged_all_to_all", level.group, topology, operand, result, purpose, travelling)
+
+
+def copies_per_row(level: Level, choices: int) -> float:
+    """Copies that a row's K distinct experts cause, the row's own rank included, if every choice is as likely.
+
+    One per expert in low latency; in normal mode one per rank: R * (1 - chance that none of its L experts is chosen).
+    """
+    if level.mode == "low_latency":
+        return choices * level.share
+    total = round(level.ranks * level.experts / level.share)
+    missed = math.comb(total - level.experts, choices) / math.comb(total, choices)
+    return level.ranks * (1 - missed)

@@ -1,0 +1,90 @@
+"""How much of a model one device holds and multiplies: bytes and expert work, from shapes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxcoll.linear import partition_specs
+from jaxcoll.plan import LayerPlan
+from jaxcoll.rows import RowPlan
+from jaxcoll.topology import Topology
+from models.deepseek_v4.cache import cache_shapes
+from models.deepseek_v4.config import Config
+from models.deepseek_v4.expert_blocks import block_rows, blocks_at_even_load
+from models.deepseek_v4.layer import Layer
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertLoad:
+    """The routed experts' work of one device when the load is even.
+
+    Attributes:
+        rows: (row, expert) pairs that this device's experts get: tokens * K / moe_ep.
+        flops: what these need: rows * 3 matrices * 2 * D * F / moe_tp.
+        blocks: blocks that they make, spread as evenly as whole rows allow.
+        experts_hit: experts of this device that get a row at all.
+    """
+
+    rows: float
+    flops: float
+    blocks: int
+    experts_hit: int
+
+
+def expert_load(config: Config, topology: Topology, tokens: int, plan: RowPlan) -> ExpertLoad:
+    """What `tokens` real rows of the whole world mean for one device.
+
+    Args:
+        plan: whose static shapes choose the block's rows.
+    """
+    ep, local = topology.world // topology.moe_tp, config.n_routed_experts * topology.moe_tp // topology.world
+    rows = tokens * config.num_experts_per_tok / ep
+    flops = rows * 6 * config.hidden_size * config.moe_intermediate_size / topology.moe_tp
+    shaped = plan.rows * topology.attn_dp
+    size = block_rows(shaped * config.num_experts_per_tok / config.n_routed_experts)
+    return ExpertLoad(rows, flops, blocks_at_even_load(rows, local, size), min(local, math.ceil(rows)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Bytes that one device holds."""
+
+    weights: int
+    caches: int
+
+
+def layer_weight_bytes(layer: nnx.Module, topology: Topology) -> int:
+    """Bytes of a module's weights on one device; the module may be abstract."""
+    specs = jax.tree.leaves(partition_specs(layer), is_leaf=lambda s: isinstance(s, jax.sharding.PartitionSpec))
+    leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.split(layer)[1]))
+    return sum(_shard_bytes(x, spec, topology) for x, spec in zip(leaves, specs, strict=True))
+
+
+def _shard_bytes(x: Any, spec: Any, topology: Topology) -> int:
+    cut = math.prod(topology.size(axes if isinstance(axes, tuple) else (axes,)) for axes in spec if axes)
+    return x.size // cut * x.dtype.itemsize
+
+
+def cache_bytes(config: Config, topology: Topology, slots: int, context: int) -> int:
+    """Bytes of all layers' caches on one device, for `slots` requests of `context` positions on each replica."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache_shapes(config, slots, context)))
+
+
+def model_bytes(config: Config, topology: Topology, plan: LayerPlan, context: int) -> Held:
+    """What one device holds of the whole model: every layer, embedding, head; a request's caches for every row."""
+    dtype = jnp.dtype(config.torch_dtype)
+    weights, known = 0, {}
+    for i in range(config.num_hidden_layers):
+        kind = config.attention_kind(i), config.compress_ratios[i], config.routing_kind(i)
+        if kind not in known:
+            known[kind] = layer_weight_bytes(Layer(config, i, topology, dtype, plan.shared_expert), topology)
+        weights += known[kind]
+    table = config.vocab_size * config.hidden_size * dtype.itemsize
+    head = -(-table // topology.size(topology.group(plan.head)))
+    return Held(weights + table + head, cache_bytes(config, topology, plan.rows.rows, context))
