@@ -17,15 +17,24 @@ from typing import Annotated
 import tyro
 
 from models.errors import UserError
-from models.options import BenchOptions, DemoOptions, ExplainOptions, GenerateOptions, RunOptions, VerifyOptions
-from models.startup import prepare_devices
+from models.options import (
+    BenchOptions,
+    DemoOptions,
+    ExplainOptions,
+    GenerateOptions,
+    LaunchOptions,
+    RunOptions,
+    VerifyOptions,
+)
+from models.startup import join_job, prepare_devices
 
-COMMANDS: dict[str, type[RunOptions]] = {
+COMMANDS: dict[str, type[RunOptions | LaunchOptions]] = {
     "demo": DemoOptions,
     "verify": VerifyOptions,
     "generate": GenerateOptions,
     "bench": BenchOptions,
     "explain": ExplainOptions,
+    "launch": LaunchOptions,
 }
 _COMMAND_LINE = (
     Annotated[DemoOptions, tyro.conf.subcommand("demo")]
@@ -33,6 +42,7 @@ _COMMAND_LINE = (
     | Annotated[GenerateOptions, tyro.conf.subcommand("generate")]
     | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
     | Annotated[ExplainOptions, tyro.conf.subcommand("explain")]
+    | Annotated[LaunchOptions, tyro.conf.subcommand("launch")]
 )
 
 
@@ -40,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit code; `argv` defaults to the process's arguments."""
     try:
         command, options = parse(sys.argv[1:] if argv is None else argv)
+        if isinstance(options, LaunchOptions):
+            return _launch(options)
         prepare_devices(options.topology.sizes.world, cpu_only=command == "demo")
         code = _run(command, options)
         sys.stdout.flush()
@@ -56,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def parse(argv: Sequence[str]) -> tuple[str, RunOptions]:
+def parse(argv: Sequence[str]) -> tuple[str, RunOptions | LaunchOptions]:
     """Reads a command line into the subcommand's name and options.
 
     Raises:
@@ -117,10 +129,24 @@ def _sentence(report: str) -> str:
     return re.sub(r"^Missing from jaxcoll (\w+): (\S+) (.*) \(required\)", r"\1 needs \2: \3", text)
 
 
+def _launch(options: LaunchOptions) -> int:
+    from jaxcoll.launch import LaunchError, launch
+
+    try:
+        return launch(
+            options.command, options.processes, options.devices_per_process, grace_seconds=options.grace_seconds
+        )
+    except LaunchError as error:
+        raise UserError(str(error)) from error
+
+
 def _run(command: str, options: RunOptions) -> int:
     """Imports the subcommand's module, and jax with it; what the lower layers refuse becomes a UserError."""
     try:
+        join_job(options.topology.sizes.world)
         work = importlib.import_module(f"models.deepseek_v4.{command}")
+    except UserError:
+        raise
     except ValueError as error:  # jax reads its environment variables when it is imported
         raise UserError(f"jax cannot start: {error}") from error
     from jaxcoll.plan import PlanError

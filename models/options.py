@@ -239,6 +239,25 @@ class BenchOptions(RunOptions):
 
 
 @dataclasses.dataclass(frozen=True)
+class LaunchOptions:
+    """Start a command in several processes on this machine, as a cluster would: jaxcoll launch ... -- COMMAND."""
+
+    processes: Size = 2
+    """Processes to start."""
+    devices_per_process: Size = 1
+    """Devices of each process; --devices in the command stays the sum."""
+    grace_seconds: Size = 15
+    """After the first failure, seconds that the others get to say what they miss."""
+    command: Annotated[Positional[tuple[str, ...]], arg(metavar="-- COMMAND...")] = ()
+    """program and arguments, after a --"""
+
+    def check(self) -> None:
+        """Raises UserError where there is nothing to start."""
+        if not self.command:
+            raise UserError("launch needs a command after --, such as -- jaxcoll verify FIXTURE --devices 8")
+
+
+@dataclasses.dataclass(frozen=True)
 class ExplainOptions(RunOptions):
     """Show which paths a step takes and why, the bytes that predicts, and what the compiled program communicates."""
 

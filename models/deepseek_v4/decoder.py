@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxcoll.host_arrays import Fetcher, place
 from jaxcoll.plan import LayerPlan, plan_layer
 from jaxcoll.settings import Settings
 from jaxcoll.step import Step
@@ -77,6 +78,7 @@ class Decoder:
         self.room: Sequence[int] | None = None  # of steps that name none; None plans for the step's own counts
         self._planned: dict[tuple, LayerPlan] = {}
         self.caches = self._empty_caches()
+        self.fetch = Fetcher(topology)  # results of a step as NumPy arrays, in every process
         self.input_shardings = tuple(map(topology.sharding, (P(topology.group("attn_dp"), None, None), P(None))))
 
     @classmethod
@@ -125,14 +127,14 @@ class Decoder:
         room = self.room if room is None else room
         plan = self._plan(tuple(counts), None if room is None else tuple(room))
         batch, places = self._pack(rows, plan.rows.rows)
-        inputs = jax.device_put((batch, np.array(counts, np.int32)), self.input_shardings)
+        inputs = place((batch, np.array(counts, np.int32)), self.input_shardings)
         self.caches, seen = self.steps[plan.program](self.parameters, self.caches, *inputs)
         return {**seen, "places": places}
 
     def next_tokens(self, rows: Sequence[Row], room: Sequence[int] | None = None) -> list[int]:
         """Decodes one token for each row and returns the greedy continuations, in the order of `rows`."""
         out = self.step(rows, room)
-        return np.asarray(out["next_token"])[out["places"]].tolist()
+        return self.fetch(out["next_token"])[out["places"]].tolist()
 
     def _plan(self, counts: tuple[int, ...], room: tuple[int, ...] | None) -> LayerPlan:
         """The step's plan, with its program compiled."""

@@ -1,0 +1,155 @@
+"""One job over several processes: joining it, and leaving it without hanging, whatever happened.
+
+JAX's own runtime and cluster detection do the work; one process alone is a job too, and nothing is started for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+import jax
+
+from jaxcoll import coordination
+from jaxcoll.coordination import PeerTimeout, Place
+from jaxcoll.launch import BIND, COORDINATOR, PROCESS_ID, PROCESSES
+from jaxcoll.roll_call import MissingProcess, call_roll
+
+CLUSTER = "JAXCOLL_CLUSTER"
+START_TIMEOUT = "JAXCOLL_START_TIMEOUT"
+START_SECONDS = 25.0
+_SHUTDOWN_SECONDS = 10
+
+
+class JobError(ValueError):
+    """A job that is described in contradicting or incomplete words; the message says what is missing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """This process's place in its job."""
+
+    processes: int = 1
+    process_id: int = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the one process that prints."""
+        return self.process_id == 0
+
+
+_joined: Job | None = None
+
+
+def initialize(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    cluster: str | None = None,
+    start_timeout: float | None = None,
+) -> Job:
+    """Joins the job that this process belongs to, before any device is started; later calls return the same job.
+
+    What is not given is read from JAX_COORDINATOR_ADDRESS, JAXCOLL_NUM_PROCESSES and JAXCOLL_PROCESS_ID, and where
+    those do not say it either, from the cluster as JAX detects it.
+
+    Args:
+        coordinator: host:port of process 0.
+        processes, process_id: how many, and which one this is.
+        cluster: one cluster's name in JAX, "deactivate" for none; None reads JAXCOLL_CLUSTER, or tries all.
+        start_timeout: seconds until the last process must have come; None reads JAXCOLL_START_TIMEOUT, or 25.
+
+    Raises:
+        JobError: the three do not make a job.
+        PeerTimeout: somebody did not come; in every process that did.
+    """
+    global _joined
+    if _joined is not None:
+        return _joined
+    timeout = seconds(START_TIMEOUT, START_SECONDS) if start_timeout is None else start_timeout
+    place = find_place(Place(coordinator, processes, process_id, None), os.environ, cluster, timeout)
+    _joined = Job(place.processes or 1, place.process_id or 0)
+    if _joined.processes > 1:
+        _connect(place, timeout)
+    return _joined
+
+
+def find_place(given: Place, environment: Mapping[str, str], cluster: str | None, timeout: float) -> Place:
+    """Completes what was given from the environment and the cluster.
+
+    Raises:
+        JobError: something is missing or out of range.
+    """
+    place = Place(
+        given.coordinator or environment.get(COORDINATOR),
+        given.processes if given.processes is not None else _number(environment, PROCESSES),
+        given.process_id if given.process_id is not None else _number(environment, PROCESS_ID),
+        None,
+    )
+    if place.processes is None and place.process_id is None:
+        found = coordination.detect_cluster(cluster or environment.get(CLUSTER), timeout)
+        place = found._replace(coordinator=place.coordinator or found.coordinator)
+        if place.processes is None:
+            return Place(None, 1, 0, None)
+    if place.processes == 1:
+        return Place(None, 1, 0, None)
+    for value, what, name in (
+        (place.processes, "the number of processes", PROCESSES),
+        (place.process_id, "this process's number", PROCESS_ID),
+        (place.coordinator, "the coordinator's host:port", COORDINATOR),
+    ):
+        if value is None:
+            raise JobError(f"a job of several processes needs {what}; set {name}")
+    assert place.processes is not None and place.process_id is not None and place.coordinator is not None
+    if not 0 <= place.process_id < place.processes:
+        raise JobError(f"{PROCESS_ID} must be from 0 to {place.processes - 1}, not {place.process_id}")
+    if not place.coordinator.rpartition(":")[2].isdigit():
+        raise JobError(f"{COORDINATOR} must be host:port, not {place.coordinator!r}")
+    return place
+
+
+def _connect(place: Place, timeout: float) -> None:
+    """Waits for everyone, then joins JAX's runtime."""
+    assert place.processes is not None and place.process_id is not None and place.coordinator is not None
+    try:
+        call_roll(place.coordinator, place.processes, place.process_id, timeout, bind=os.environ.get(BIND))
+    except MissingProcess as error:
+        raise PeerTimeout(f"the job did not start: {error}") from None
+    # JAX's preemption service would take SIGTERM for a notice and go on.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        place.coordinator,
+        place.processes,
+        place.process_id,
+        local_device_ids=place.local_device_ids,
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(int(timeout), 1),
+        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+    )
+
+
+def seconds(name: str, default: float) -> float:
+    """A time from the environment.
+
+    Raises:
+        JobError: the variable is no positive number.
+    """
+    try:
+        value = float(os.environ.get(name) or default)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e9:
+        raise JobError(f"{name}={os.environ[name]!r} must be a positive number of seconds")
+    return value
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name)
+    if text is None:
+        return None
+    if not text.isdigit() or (name == PROCESSES and not int(text)):
+        raise JobError(f"{name}={text!r} must be a whole number of at least {int(name == PROCESSES)}")
+    return int(text)
