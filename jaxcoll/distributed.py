@@ -12,14 +12,20 @@ from collections.abc import Mapping
 import jax
 
 from jaxcoll import coordination
+from jaxcoll.agreement import agree_on_environment
 from jaxcoll.coordination import PeerTimeout, Place
 from jaxcoll.launch import BIND, COORDINATOR, PROCESS_ID, PROCESSES
+from jaxcoll.leaving import catch_errors, finish, give_up, guard, leave
 from jaxcoll.roll_call import MissingProcess, call_roll
+from jaxcoll.watchdog import PEER_SECONDS, STEP_SECONDS, Watchdog
 
 CLUSTER = "JAXCOLL_CLUSTER"
-START_TIMEOUT = "JAXCOLL_START_TIMEOUT"
+START_TIMEOUT, PEER_TIMEOUT, STEP_TIMEOUT = "JAXCOLL_START_TIMEOUT", "JAXCOLL_PEER_TIMEOUT", "JAXCOLL_STEP_TIMEOUT"
 START_SECONDS = 25.0
+_NATIVE_SECONDS = 100.0  # JAX's own heartbeat, whose client aborts; ours has to be faster
 _SHUTDOWN_SECONDS = 10
+
+__all__ = ["Job", "JobError", "finish", "initialize", "leave"]
 
 
 class JobError(ValueError):
@@ -49,6 +55,8 @@ def initialize(
     *,
     cluster: str | None = None,
     start_timeout: float | None = None,
+    peer_timeout: float | None = None,
+    step_timeout: float | None = None,
 ) -> Job:
     """Joins the job that this process belongs to, before any device is started; later calls return the same job.
 
@@ -60,20 +68,30 @@ def initialize(
         processes, process_id: how many, and which one this is.
         cluster: one cluster's name in JAX, "deactivate" for none; None reads JAXCOLL_CLUSTER, or tries all.
         start_timeout: seconds until the last process must have come; None reads JAXCOLL_START_TIMEOUT, or 25.
+        peer_timeout: seconds of silence after which a process is lost; None reads JAXCOLL_PEER_TIMEOUT, or 10.
+        step_timeout: seconds that a step may take; None reads JAXCOLL_STEP_TIMEOUT, or 20.
 
     Raises:
-        JobError: the three do not make a job.
+        JobError: the three do not make a job, or a time is none.
         PeerTimeout: somebody did not come; in every process that did.
+        DisagreementError: the processes have other versions, flags or settings.
     """
     global _joined
     if _joined is not None:
         return _joined
-    timeout = seconds(START_TIMEOUT, START_SECONDS) if start_timeout is None else start_timeout
-    place = find_place(Place(coordinator, processes, process_id, None), os.environ, cluster, timeout)
-    _joined = Job(place.processes or 1, place.process_id or 0)
-    if _joined.processes > 1:
-        _connect(place, timeout)
-    return _joined
+    start_timeout = start_timeout or seconds(START_TIMEOUT, START_SECONDS)
+    peer_timeout = peer_timeout or seconds(PEER_TIMEOUT, PEER_SECONDS)
+    step_timeout = step_timeout or seconds(STEP_TIMEOUT, STEP_SECONDS)
+    place = find_place(Place(coordinator, processes, process_id, None), os.environ, cluster, start_timeout)
+    job = Job(place.processes or 1, place.process_id or 0)
+    if job.processes > 1:
+        catch_errors()
+        _connect(place, start_timeout, max(_NATIVE_SECONDS, 5 * peer_timeout))
+        times = {"peer_seconds": peer_timeout, "step_seconds": step_timeout}
+        guard(Watchdog(job.processes, job.process_id, place.coordinator or "", give_up=give_up, **times))
+        agree_on_environment()
+    _joined = job
+    return job
 
 
 def find_place(given: Place, environment: Mapping[str, str], cluster: str | None, timeout: float) -> Place:
@@ -110,7 +128,7 @@ def find_place(given: Place, environment: Mapping[str, str], cluster: str | None
     return place
 
 
-def _connect(place: Place, timeout: float) -> None:
+def _connect(place: Place, timeout: float, heartbeat_seconds: float) -> None:
     """Waits for everyone, then joins JAX's runtime."""
     assert place.processes is not None and place.process_id is not None and place.coordinator is not None
     try:
@@ -127,6 +145,7 @@ def _connect(place: Place, timeout: float) -> None:
         local_device_ids=place.local_device_ids,
         cluster_detection_method="deactivate",
         initialization_timeout=max(int(timeout), 1),
+        heartbeat_timeout_seconds=int(heartbeat_seconds),
         shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
     )
 

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxcoll.collectives import all_gather
 from jaxcoll.step import Step, compile_step
 from jaxcoll.topology import Topology
+from jaxcoll.watchdog import current
 
 
 def place(values: Sequence[np.ndarray], shardings: Sequence[NamedSharding]) -> list[jax.Array]:
@@ -40,13 +41,19 @@ class Fetcher:
         self._programs: dict[tuple, Step] = {}
 
     def __call__(self, tree: Any) -> Any:
-        """The whole arrays of `tree` as NumPy arrays, in every process; each one must call it with the same shapes."""
+        """The whole arrays of `tree` as NumPy arrays, in every process; each one must call it with the same shapes.
+
+        Raises:
+            PeerTimeout: a process of the job is lost.
+        """
         leaves, structure = jax.tree.flatten(tree)
         spread = [i for i, leaf in enumerate(leaves) if not _all_here(leaf)]
         if spread:
             whole = self._program([leaves[i] for i in spread])(*(leaves[i] for i in spread))
             for i, leaf in zip(spread, whole, strict=True):
                 leaves[i] = leaf
+        if (watchdog := current()) is not None:
+            watchdog.wait(leaf for leaf in leaves if isinstance(leaf, jax.Array))
         return jax.tree.unflatten(structure, [_on_host(leaf) for leaf in leaves])
 
     def _program(self, arrays: Sequence[jax.Array]) -> Step:
@@ -59,6 +66,7 @@ class Fetcher:
                 [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays],
                 in_specs=[PartitionSpec(group) for group in groups],
                 out_specs=PartitionSpec(),
+                name="fetch",
             )
         return self._programs[key]
 

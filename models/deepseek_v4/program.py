@@ -55,6 +55,8 @@ def compile_decode(
             out_specs=(by_replica, by_replica),
             donate_argnums=(1,),
             compiler=compiler,
+            name="decode",
+            plan=lambda: "\n".join(f"{h.name}: {h.path}, because {h.reason}" for h in plan.hand_overs),
         )
 
 
