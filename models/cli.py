@@ -1,7 +1,8 @@
 """The `jaxcoll` command: reads options, prepares the devices, then calls the module that does the work.
 
 Nothing here imports jax before the options are known to be good. Exit codes: 0 done, 1 a check did not hold,
-2 a request that cannot be served (one sentence on stderr), 130 interrupted, 141 nobody reads the output.
+2 a request that cannot be served (one sentence on stderr), 130 interrupted, 141 nobody reads the output;
+in a job of several processes also 75 a lost peer, 76 processes that disagree.
 """
 
 import contextlib
@@ -47,25 +48,49 @@ _COMMAND_LINE = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand and returns its exit code; `argv` defaults to the process's arguments."""
+    """Runs one subcommand and returns its exit code; `argv` defaults to the process's arguments.
+
+    In a job of several processes a failure ends this one here, so that it waits for nobody and the others hear why.
+    """
+    code, reason = _serve(sys.argv[1:] if argv is None else argv)
+    if reason:
+        print(f"jaxcoll: {reason}", file=sys.stderr)
+    if code and _in_a_job():
+        from jaxcoll.distributed import leave
+
+        leave(code, reason)
+    return code
+
+
+def _serve(argv: Sequence[str]) -> tuple[int, str]:
+    """The exit code of one command line, and why it was refused, if it was."""
     try:
-        command, options = parse(sys.argv[1:] if argv is None else argv)
+        command, options = parse(argv)
         if isinstance(options, LaunchOptions):
-            return _launch(options)
+            return _launch(options), ""
         prepare_devices(options.topology.sizes.world, cpu_only=command == "demo")
         code = _run(command, options)
         sys.stdout.flush()
-        return code
+        return code, ""
     except UserError as error:
-        return _refuse(str(error))
+        return _refused(str(error))
     except BrokenPipeError:
         # The interpreter flushes stdout once more when it exits, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return 141, ""
     except OSError as error:
-        return _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return _refused(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except KeyboardInterrupt:
-        return 130
+        return 130, ""
+
+
+def _refused(reason: str) -> tuple[int, str]:
+    return 2, " ".join(reason.split())
+
+
+def _in_a_job() -> bool:
+    coordination = sys.modules.get("jaxcoll.coordination")  # nobody has joined one without it
+    return coordination is not None and coordination.in_a_job()
 
 
 def parse(argv: Sequence[str]) -> tuple[str, RunOptions | LaunchOptions]:
@@ -145,7 +170,7 @@ def _run(command: str, options: RunOptions) -> int:
     try:
         join_job(options.topology.sizes.world)
         work = importlib.import_module(f"models.deepseek_v4.{command}")
-    except UserError:
+    except UserError:  # a ValueError too
         raise
     except ValueError as error:  # jax reads its environment variables when it is imported
         raise UserError(f"jax cannot start: {error}") from error
@@ -162,11 +187,6 @@ def _run(command: str, options: RunOptions) -> int:
         if str(error).startswith(("Unable to initialize backend", "RESOURCE_EXHAUSTED")):
             raise UserError(str(error)) from error
         raise
-
-
-def _refuse(reason: str) -> int:
-    print(f"jaxcoll: {' '.join(reason.split())}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":
