@@ -21,7 +21,7 @@ from jaxcoll.watchdog import PEER_SECONDS, STEP_SECONDS, Watchdog
 
 CLUSTER = "JAXCOLL_CLUSTER"
 START_TIMEOUT, PEER_TIMEOUT, STEP_TIMEOUT = "JAXCOLL_START_TIMEOUT", "JAXCOLL_PEER_TIMEOUT", "JAXCOLL_STEP_TIMEOUT"
-START_SECONDS = 25.0
+START_SECONDS = 20.0
 _NATIVE_SECONDS = 100.0  # JAX's own heartbeat, whose client aborts; ours has to be faster
 _SHUTDOWN_SECONDS = 10
 
@@ -67,7 +67,7 @@ def initialize(
         coordinator: host:port of process 0.
         processes, process_id: how many, and which one this is.
         cluster: one cluster's name in JAX, "deactivate" for none; None reads JAXCOLL_CLUSTER, or tries all.
-        start_timeout: seconds until the last process must have come; None reads JAXCOLL_START_TIMEOUT, or 25.
+        start_timeout: seconds until the last process must have come; None reads JAXCOLL_START_TIMEOUT, or 20.
         peer_timeout: seconds of silence after which a process is lost; None reads JAXCOLL_PEER_TIMEOUT, or 10.
         step_timeout: seconds that a step may take; None reads JAXCOLL_STEP_TIMEOUT, or 20.
 

@@ -60,7 +60,7 @@ class Fetcher:
         groups = [_group(array) for array in arrays]
         key = tuple((a.shape, a.dtype.name, group) for a, group in zip(arrays, groups, strict=True))
         if key not in self._programs:
-            self._programs[key] = compile_step(
+            program = self._programs[key] = compile_step(
                 lambda *parts: [all_gather(part, group, 0) for part, group in zip(parts, groups, strict=True)],
                 self.topology,
                 [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays],
@@ -68,6 +68,7 @@ class Fetcher:
                 out_specs=PartitionSpec(),
                 name="fetch",
             )
+            program.counted = False
         return self._programs[key]
 
 

@@ -21,7 +21,7 @@ from typing import NoReturn
 import jax
 
 from jaxcoll.coordination import DISAGREEMENT_EXIT, PEER_TIMEOUT_EXIT, DisagreementError, PeerTimeout
-from jaxcoll.watchdog import Watchdog, current, watch
+from jaxcoll.watchdog import Verdict, Watchdog, current, watch
 
 _LINGER_SECONDS = 4.0  # the coordinator's process goes last, so that the others can still read why
 _TELL_SECONDS = 1.0
@@ -75,25 +75,40 @@ def leave(code: int, reason: str) -> NoReturn:
 
 def leave_by(error: BaseException) -> NoReturn:
     """Prints an error as Python would, with the plan of the step where a peer is to blame, and leaves."""
-    if isinstance(error, jax.errors.JaxRuntimeError) and (watchdog := current()) is not None:
-        try:
-            watchdog.blame(error)
-        except PeerTimeout as found:
-            error = found
     _claim()
+    if (watchdog := current()) is not None:
+        error = _explained(watchdog, error)
     traceback.print_exception(error)
     if isinstance(error, PeerTimeout):
         _dump_plan()
-    first_line = (str(error).splitlines() or [""])[0]
-    leave(exit_code(error), f"{type(error).__name__}: {first_line}")
+    leave(exit_code(error), _in_a_line(error))
 
 
-def give_up(verdict: str) -> NoReturn:
+def _explained(watchdog: Watchdog, error: BaseException) -> BaseException:
+    """The error itself, or what is wrong with the job where that may have caused it."""
+    if isinstance(error, PeerTimeout | DisagreementError | KeyboardInterrupt):
+        return error
+    try:
+        watchdog.blame(error)
+    except (PeerTimeout, DisagreementError) as found:
+        return found
+    watchdog.errand(_TELL_SECONDS, watchdog.tell_end, exit_code(error), _in_a_line(error))
+    # Programs in different orders give wrong numbers before they give anything else.
+    watchdog.errand(2 * watchdog.beat_seconds, _until_disordered, watchdog)
+    if watchdog.verdict is None or watchdog.verdict.lost:
+        return error
+    found = watchdog.verdict.error()
+    found.__cause__ = error
+    return found
+
+
+def _in_a_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def give_up(verdict: Verdict) -> NoReturn:
     """What the judge does when the main thread is stuck where no exception reaches it."""
-    _claim()
-    print(f"{PeerTimeout.__module__}.{PeerTimeout.__name__}: {verdict}", file=sys.stderr)
-    _dump_plan()
-    leave(PEER_TIMEOUT_EXIT, verdict)
+    leave_by(verdict.error())
 
 
 def finish() -> None:
@@ -105,11 +120,13 @@ def finish() -> None:
     if watchdog is None:
         return
     watchdog.errand(_TELL_SECONDS, watchdog.tell_end, 0, "")
-    _until_all_have_ended(watchdog)
-    if failures := watchdog.verdict or watchdog.failures():
+    while watchdog.verdict is None and not watchdog.have_ended():
+        time.sleep(_POLL_SECONDS)
+    watchdog.judge()
+    if watchdog.verdict is not None:
         _claim()
-        print(f"jaxcoll: this process ended well, the job did not: {failures}", file=sys.stderr)
-        leave(PEER_TIMEOUT_EXIT, failures)
+        print(f"jaxcoll: this process ended well, the job did not: {watchdog.verdict.text}", file=sys.stderr)
+        leave(exit_code(watchdog.verdict.error()), watchdog.verdict.text)
     watchdog.stop()
     watch(None)
     jax.distributed.shutdown()
@@ -139,6 +156,13 @@ def _claim() -> None:
 def _until_all_have_ended(watchdog: Watchdog) -> None:
     while not watchdog.have_ended():
         time.sleep(_POLL_SECONDS)
+
+
+def _until_disordered(watchdog: Watchdog) -> None:
+    while watchdog.verdict is None and not watchdog.have_ended():
+        watchdog.judge_order()
+        time.sleep(_POLL_SECONDS)
+    watchdog.judge_order()
 
 
 def _dump_plan() -> None:

@@ -13,7 +13,7 @@ import time
 
 GREETING = b"jaxcoll"
 _RETRY_SECONDS = 0.1
-_SLACK_SECONDS = 5.0  # what process 0's answer may take after its own deadline
+_SLACK_SECONDS = 3.0  # what process 0's answer may take after its own deadline
 
 
 class MissingProcess(RuntimeError):

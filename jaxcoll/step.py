@@ -29,6 +29,7 @@ class Step:
         name: in messages.
         fingerprint: what the processes of a job agreed on.
         plan: describes the step to a reader; None lists its collectives.
+        counted: has a number of its own in messages; off, it belongs to the step before.
     """
 
     def __init__(
@@ -42,20 +43,22 @@ class Step:
     ):
         self.topology, self.traced, self.compiled = topology, traced, compiled
         self.name, self.fingerprint, self.plan = name, fingerprint, plan or self._collectives
+        self.counted = True
 
     def __call__(self, *args: Any) -> Any:
         """Submits the step; the result is ready when JAX says so.
 
         Raises:
             PeerTimeout: a process of the job is lost.
-            DisagreementError: in the debug mode, another process is about to run something else.
+            DisagreementError: another process has run other programs or in another order, which is seen after a beat;
+                in the debug mode, another process is about to run something else.
         """
         watching = watchdog.current()
         if watching is None:
             return self.compiled(*args)
         if steps_are_checked():
-            agree_on_step(watching.step + 1, self.name, self.fingerprint)
-        with watching.dispatching(self.name, self.plan) as note:
+            agree_on_step(watching.step + self.counted, self.name, self.fingerprint)
+        with watching.dispatching(self.name, self.fingerprint, self.plan, counted=self.counted) as note:
             return note(self.compiled(*args))
 
     def _collectives(self) -> str:

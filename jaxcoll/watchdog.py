@@ -10,22 +10,35 @@ import contextlib
 import dataclasses
 import json
 import queue
+import re
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxcoll import coordination
-from jaxcoll.coordination import PeerTimeout
+from jaxcoll.coordination import DisagreementError, PeerTimeout
+from jaxcoll.order import Order
 
 PEER_SECONDS, STEP_SECONDS = 10.0, 20.0
 _FOLDER = "jaxcoll/watch"
 _JUDGE_SECONDS = 0.2
 _LATE_SECONDS = 2.0  # how long a thread that can raise may take before the judge ends the process itself
 _LONGEST_PAUSE = 2e-3
+
+
+class Verdict(NamedTuple):
+    """What is wrong with the job: someone is lost, or the processes differ."""
+
+    lost: bool
+    text: str
+
+    def error(self) -> PeerTimeout | DisagreementError:
+        """To be raised."""
+        return (PeerTimeout if self.lost else DisagreementError)(self.text)
 
 
 @dataclasses.dataclass
@@ -38,6 +51,7 @@ class Peer:
         heard: when its last beat arrived here.
         code: with which exit code it has ended; None if it has not.
         reason: why it has ended.
+        order: how many programs it has dispatched, and the mark of their order.
     """
 
     heard: float
@@ -46,6 +60,7 @@ class Peer:
     doing: str = "starting"
     code: int | None = None
     reason: str = ""
+    order: tuple[int, int] = (0, 0)
 
 
 @dataclasses.dataclass
@@ -86,13 +101,14 @@ class Watchdog:
         *,
         peer_seconds: float = PEER_SECONDS,
         step_seconds: float = STEP_SECONDS,
-        give_up: Callable[[str], None],
+        give_up: Callable[[Verdict], None],
     ):
         self.processes, self.process_id, self.coordinator = processes, process_id, coordinator
         self.peer_seconds, self.step_seconds = peer_seconds, step_seconds
         self.beat_seconds = min(1.0, peer_seconds / 5)
         self.step, self.doing = 0, "starting"
-        self.verdict: str | None = None
+        self.order = Order()
+        self.verdict: Verdict | None = None
         self.raised = False
         self.plan: Callable[[], str] | None = None  # describes the latest step
         self._give_up = give_up
@@ -101,6 +117,7 @@ class Watchdog:
         self.peers = {rank: Peer(now) for rank in range(processes) if rank != process_id}
         self._contact = now  # when the service last answered
         self._flight: _Flight | None = None
+        self._acquitted: BaseException | None = None
         self._errands: queue.SimpleQueue = queue.SimpleQueue()
 
     def start(self) -> None:
@@ -115,16 +132,20 @@ class Watchdog:
     # What the main thread says and asks.
 
     @contextlib.contextmanager
-    def dispatching(self, name: str, plan: Callable[[], str]) -> Iterator[Callable[[Any], Any]]:
+    def dispatching(
+        self, name: str, fingerprint: str, plan: Callable[[], str], *, counted: bool = True
+    ) -> Iterator[Callable[[Any], Any]]:
         """A step is dispatched within it; what it gives takes the outputs, and hands them on.
 
         The step is in flight until its outputs are ready, deleted or forgotten.
 
         Raises:
             PeerTimeout: a process is lost.
+            DisagreementError: a process has run other programs, or in another order.
         """
         self.check()
-        self.step += 1
+        self.step += counted
+        self.order.note(fingerprint)
         self.doing, self.plan = name, plan
         flight = self._flight = _Flight(time.monotonic())
 
@@ -134,42 +155,47 @@ class Watchdog:
 
         try:
             yield note
-        except jax.errors.JaxRuntimeError as error:
+        except Exception as error:
             self.blame(error)
             raise
 
     def check(self) -> None:
-        """Raises PeerTimeout once a verdict is known."""
+        """Raises PeerTimeout or DisagreementError once a verdict is known."""
         if self.verdict is not None:
             self.raised = True
-            raise PeerTimeout(self.verdict)
+            raise self.verdict.error()
 
     def wait(self, arrays: Iterable[jax.Array]) -> None:
         """Blocks until the arrays are ready.
 
         Raises:
             PeerTimeout: a peer is lost, or the step takes too long.
+            DisagreementError: a process has run other programs, or in another order.
             JaxRuntimeError: the step failed, and no peer is to blame.
         """
-        waiting, pause = list(arrays), 1e-4
+        arrays, pause = list(arrays), 1e-4
+        waiting = arrays
         try:
             while waiting := [array for array in waiting if not array.is_ready()]:
                 self.check()
                 time.sleep(pause)
                 pause = min(pause * 1.5, _LONGEST_PAUSE)
-            jax.block_until_ready(list(arrays))
-        except jax.errors.JaxRuntimeError as error:
+            jax.block_until_ready(arrays)
+        except Exception as error:
             self.blame(error)
             raise
 
     def blame(self, error: BaseException) -> None:
-        """Waits until it is clear whether a lost peer is behind a failed step; raises PeerTimeout if so."""
+        """Waits until it is clear whether a lost peer is behind an error of JAX's runtime; raises it if so."""
+        if error is self._acquitted or not _of_the_runtime(error):
+            return
         deadline = time.monotonic() + self.peer_seconds + 3 * self.beat_seconds
         while self.verdict is None and time.monotonic() < deadline:
             time.sleep(_JUDGE_SECONDS)
         if self.verdict is not None:
             self.raised = True
-            raise PeerTimeout(self.verdict) from error
+            raise self.verdict.error() from error
+        self._acquitted = error  # nobody else has to wait again
 
     def waiting_for_others(self, doing: str) -> None:
         """This process waits outside of a step, so a peer that has ended is a lost one."""
@@ -181,7 +207,7 @@ class Watchdog:
 
     def tell_end(self, code: int, reason: str) -> None:
         """Tells the others that this process ends now, and after which step."""
-        record = {"code": code, "step": self.step, "reason": reason}
+        record = {"code": code, "step": self.step, "reason": reason, "order": [self.order.position, self.order.mark]}
         coordination.put(f"{_FOLDER}/end.{self.process_id}", json.dumps(record))
 
     def have_ended(self) -> bool:
@@ -189,18 +215,13 @@ class Watchdog:
         self._read()
         return all(peer.code is not None or self._silent(peer) for peer in self.peers.values())
 
-    def failures(self) -> str:
-        """Peers that ended with an error or fell silent, in words; "" for none."""
-        lost = [self._status(r, p) for r, p in self.peers.items() if p.code or (p.code is None and self._silent(p))]
-        return "; ".join(lost)
-
-    def accuse(self, verdict: str) -> None:
+    def accuse(self, verdict: Verdict) -> None:
         """Makes a verdict known here and, where the service answers, everywhere."""
         if self.verdict is not None:
             return
         self.verdict = verdict
-        told = f"{verdict} (said by process {self.process_id})"
-        self.errand(0, coordination.put_first, f"{_FOLDER}/verdict", told)
+        told = [verdict.lost, f"{verdict.text} (said by process {self.process_id})"]
+        self.errand(0, coordination.put_first, f"{_FOLDER}/verdict", json.dumps(told))
 
     def errand(self, seconds: float, act: Callable, *args: Any) -> None:
         """Does something that may hang or fail with the service, and waits so long for it; nothing depends on it."""
@@ -208,9 +229,10 @@ class Watchdog:
         self._errands.put((act, args, done))
         done.wait(seconds)
 
-    def coordinator_is_gone(self) -> str:
+    def coordinator_is_gone(self) -> Verdict:
         """The verdict where JAX's client has lost its server."""
-        return f"process 0 is lost: its coordination service at {self.coordinator} is gone; {self._everyone()}"
+        said = f"process 0 is lost: its coordination service at {self.coordinator} is gone; {self._everyone()}"
+        return Verdict(lost=True, text=said)
 
     # The threads. No new one starts when the interpreter ends, so the one for errands is there from the start.
 
@@ -224,7 +246,8 @@ class Watchdog:
         count = 0
         while not self._stop.is_set():
             count += 1
-            record = {"count": count, "step": self.step, "doing": self.doing}
+            order = [self.order.position, self.order.mark]
+            record = {"count": count, "step": self.step, "doing": self.doing, "order": order}
             if _try(coordination.put, f"{_FOLDER}/beat.{self.process_id}", json.dumps(record)):
                 _try(self._read)
             self._stop.wait(self.beat_seconds)
@@ -235,25 +258,39 @@ class Watchdog:
         for rank, peer in self.peers.items():
             if end := found.get(f"end.{rank}"):
                 record = json.loads(end)
-                peer.step, peer.reason, peer.code = record["step"], record["reason"], record["code"]
-            if beat := found.get(f"beat.{rank}"):
+                peer.step, peer.reason, peer.order = record["step"], record["reason"], tuple(record["order"])
+                peer.code = record["code"]
+            elif beat := found.get(f"beat.{rank}"):
                 record = json.loads(beat)
                 if record["count"] != peer.count:
                     peer.count, peer.heard, peer.doing = record["count"], now, record["doing"]
-                    peer.step = max(peer.step, record["step"])
+                    peer.step, peer.order = record["step"], tuple(record["order"])
         self._contact = now
         if self.verdict is None and "verdict" in found:
-            self.verdict = found["verdict"]
+            self.verdict = Verdict(*json.loads(found["verdict"]))
 
     def _judge(self) -> None:
         condemned: float | None = None
         while not self._stop.wait(_JUDGE_SECONDS):
-            if self.verdict is None and (verdict := self._lost() or self._late()):
-                self.accuse(verdict)
+            if self.verdict is None:
+                self.judge()
             if self.verdict is not None:
                 condemned = condemned or time.monotonic()
                 if not self.raised and time.monotonic() - condemned > _LATE_SECONDS:
                     self._give_up(self.verdict)
+
+    def judge(self) -> None:
+        """Accuses whom there is reason to accuse."""
+        self.judge_order()
+        if self.verdict is None and (said := self._lost() or self._late()):
+            self.accuse(Verdict(lost=True, text=said))
+
+    def judge_order(self) -> None:
+        """Accuses who has run other programs than this process, or in another order."""
+        others = [rank for rank, peer in self.peers.items() if not self.order.fits(*peer.order)]
+        if others and self.verdict is None:
+            said = self._said(others, f"running other programs than process {self.process_id}, or in another order")
+            self.accuse(Verdict(lost=False, text=said))
 
     def _silent(self, peer: Peer) -> bool:
         # By the time of the last answer, not by now: a process that was stopped itself must not accuse the others.
@@ -272,7 +309,7 @@ class Watchdog:
         if failed := [rank for rank, peer in self.peers.items() if peer.code]:
             return self._said(failed, "no longer there")
         left = [rank for rank, peer in self.peers.items() if peer.code == 0 and self._needs(peer)]
-        return self._said(left, f"gone while this process is at {self._here()}") if left else None
+        return self._said(left, f"gone while process {self.process_id} is at {self._here()}") if left else None
 
     def _needs(self, peer: Peer) -> bool:
         flight = self._in_flight()
@@ -291,9 +328,7 @@ class Watchdog:
 
     def _in_flight(self) -> _Flight | None:
         flight = self._flight
-        if flight is not None and flight.over():
-            self._flight = flight = None
-        return flight
+        return None if flight is None or flight.over() else flight
 
     # Words.
 
@@ -316,6 +351,11 @@ class Watchdog:
                 f": {peer.reason}" if peer.reason else ""
             )
         return f"{where}, silent for {time.monotonic() - peer.heard:.0f} s" if self._silent(peer) else where
+
+
+def _of_the_runtime(error: BaseException) -> bool:
+    """A failed step is a JaxRuntimeError, or a ValueError with a status in capitals: UNKNOWN: Gloo AllGather failed."""
+    return isinstance(error, jax.errors.JaxRuntimeError | ValueError) and bool(re.match("[A-Z_]+: ", str(error)))
 
 
 def _unready(array: Any) -> bool:
