@@ -156,6 +156,11 @@ def agree_on_program(name: str, topology: Topology, traced: Any, lowered: jax.st
         "lowered program": fingerprint,
     }
     agree(f"program {name}", items, began=began)
+    if coordination.process_index() == 0:
+        own, waited = costs[-1].own * 1e3, costs[-1].waited * 1e3
+        many = coordination.process_count()
+        said = f"{many} processes agree on program {name}: {own:.1f} ms of work, {waited:.1f} ms until all had come"
+        print(f"jaxcoll: {said}", file=sys.stderr)
     return fingerprint
 
 
