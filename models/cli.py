@@ -19,21 +19,23 @@ import tyro
 
 from models.errors import UserError
 from models.options import (
+    BenchCollectivesOptions,
     BenchOptions,
     DemoOptions,
     ExplainOptions,
     GenerateOptions,
     LaunchOptions,
-    RunOptions,
+    MeshOptions,
     VerifyOptions,
 )
 from models.startup import join_job, prepare_devices
 
-COMMANDS: dict[str, type[RunOptions | LaunchOptions]] = {
+COMMANDS: dict[str, type[MeshOptions | LaunchOptions]] = {
     "demo": DemoOptions,
     "verify": VerifyOptions,
     "generate": GenerateOptions,
     "bench": BenchOptions,
+    "bench-collectives": BenchCollectivesOptions,
     "explain": ExplainOptions,
     "launch": LaunchOptions,
 }
@@ -42,6 +44,7 @@ _COMMAND_LINE = (
     | Annotated[VerifyOptions, tyro.conf.subcommand("verify")]
     | Annotated[GenerateOptions, tyro.conf.subcommand("generate")]
     | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
+    | Annotated[BenchCollectivesOptions, tyro.conf.subcommand("bench-collectives")]
     | Annotated[ExplainOptions, tyro.conf.subcommand("explain")]
     | Annotated[LaunchOptions, tyro.conf.subcommand("launch")]
 )
@@ -93,7 +96,7 @@ def _in_a_job() -> bool:
     return coordination is not None and coordination.in_a_job()
 
 
-def parse(argv: Sequence[str]) -> tuple[str, RunOptions | LaunchOptions]:
+def parse(argv: Sequence[str]) -> tuple[str, MeshOptions | LaunchOptions]:
     """Reads a command line into the subcommand's name and options.
 
     Raises:
@@ -151,7 +154,7 @@ def _sentence(report: str) -> str:
     said = [p for p in paragraphs if p and not p.startswith(("For full helptext", "Argument helptext"))]
     text = "; ".join(said).removeprefix("Error parsing ")
     text = re.sub(r"^Missing value for argument '(.+?)'\. Expected.*", r"\1 needs a value", text)
-    return re.sub(r"^Missing from jaxcoll (\w+): (\S+) (.*) \(required\)", r"\1 needs \2: \3", text)
+    return re.sub(r"^Missing from jaxcoll (\S+): (\S+) (.*) \(required\)", r"\1 needs \2: \3", text)
 
 
 def _launch(options: LaunchOptions) -> int:
@@ -165,11 +168,11 @@ def _launch(options: LaunchOptions) -> int:
         raise UserError(str(error)) from error
 
 
-def _run(command: str, options: RunOptions) -> int:
+def _run(command: str, options: MeshOptions) -> int:
     """Imports the subcommand's module, and jax with it; what the lower layers refuse becomes a UserError."""
     try:
         join_job(options.topology.sizes.world)
-        work = importlib.import_module(f"models.deepseek_v4.{command}")
+        work = importlib.import_module(f"models.deepseek_v4.{command.replace('-', '_')}")
     except UserError:  # a ValueError too
         raise
     except ValueError as error:  # jax reads its environment variables when it is imported
