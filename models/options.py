@@ -250,6 +250,8 @@ class BenchOptions(RunOptions):
     """Requests decoded together."""
     steps: Size = 24
     """Decode steps to time."""
+    profile: OptionalFolder = None
+    """Write a JAX profiler trace of four more steps there, for each process."""
     json: bool = False
     """Print the result as JSON."""
 

@@ -107,5 +107,5 @@ class DeepSeekV4(nnx.Module):
         seen["streams"].append(streams)
         with jax.named_scope("head"):
             logits = self.head(self.norm(self.hc_head(streams)), bridge)
-        next_token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            next_token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return after, {"logits": logits, "next_token": next_token, **seen}

@@ -43,10 +43,13 @@ class MoE(nnx.Module):
             [G, D] PARTIAL over the world, and the routing (REPLICA).
         """
         active = tokens >= 0
-        routing = self.gate(x, jnp.where(active, tokens, 0))
-        y = self.experts(x, routing, active)
+        with jax.named_scope("route"):
+            routing = self.gate(x, jnp.where(active, tokens, 0))
+        with jax.named_scope("experts"):
+            y = self.experts(x, routing, active)
         if self.shared == "sharded":
-            y = y + self.shared_experts(x)
+            with jax.named_scope("shared"):
+                y = y + self.shared_experts(x)
         return declare_partial(y, self.world), routing
 
     def dispatched(self, own: Array, tokens: Array, bridge: Bridge) -> tuple[Array, Routing]:
@@ -64,7 +67,9 @@ class MoE(nnx.Module):
             routing = self.gate(own, tokens)
         with jax.named_scope("dispatch"):
             sent = dispatch_start(own, routing.ids, routing.weights, self._spec(bridge), count=bridge.own_count())
-            sent, shared = meanwhile(sent, self.shared_experts(own))
+            with jax.named_scope("shared"):
+                shared = self.shared_experts(own)
+            sent, shared = meanwhile(sent, shared)
             received, handle = dispatch_finish(sent)
         with jax.named_scope("experts"):
             if isinstance(received, Received):
