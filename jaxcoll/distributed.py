@@ -14,7 +14,7 @@ import jax
 from jaxcoll import coordination
 from jaxcoll.agreement import agree_on_environment
 from jaxcoll.coordination import PeerTimeout, Place
-from jaxcoll.launch import BIND, COORDINATOR, PROCESS_ID, PROCESSES
+from jaxcoll.launch import BIND, COORDINATOR, LOCAL_DEVICES, PROCESS_ID, PROCESSES
 from jaxcoll.leaving import catch_errors, finish, give_up, guard, leave
 from jaxcoll.roll_call import MissingProcess, call_roll
 from jaxcoll.watchdog import PEER_SECONDS, STEP_SECONDS, Watchdog
@@ -108,7 +108,8 @@ def find_place(given: Place, environment: Mapping[str, str], cluster: str | None
     )
     if place.processes is None and place.process_id is None:
         found = coordination.detect_cluster(cluster or environment.get(CLUSTER), timeout)
-        place = found._replace(coordinator=place.coordinator or found.coordinator)
+        local = None if environment.get(LOCAL_DEVICES) else found.local_device_ids  # JAX reads the variable itself
+        place = found._replace(coordinator=place.coordinator or found.coordinator, local_device_ids=local)
         if place.processes is None:
             return Place(None, 1, 0, None)
     if place.processes == 1:

@@ -6,7 +6,6 @@ Every namespace is held by a process that dies with the tests, so nothing is lef
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -16,41 +15,37 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 PORT = 5555  # of the coordinator on host 0; a namespace's ports are its own
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+_END_WITH_US = ("setpriv", "--pdeathsig", "KILL")  # not preexec_fn: it forks, of which JAX's threads warn
+
+_NEEDS = (
+    "hosts need Linux namespaces, which only root may make, with unshare and setpriv of util-linux and ip of iproute2"
+)
 
 
 class NotAllowed(RuntimeError):
     """This machine does not let us make network namespaces; the message says what it lacks."""
 
 
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-
-
 class Namespace:
     """A network, host-name and mount namespace, and what runs in it."""
 
     def __init__(self, name: str):
-        words = [
-            "unshare",
-            "--net",
-            "--uts",
-            "--mount",
-            "sh",
-            "-c",
-            'hostname "$1" && echo made && exec sleep inf',
-            "sh",
-        ]
         self.name = name
-        self._holder = subprocess.Popen(
-            [*words, name], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=_end_with_parent
-        )
+        script = 'hostname "$1" && echo made && exec sleep inf'
+        pipe = subprocess.PIPE
+        try:
+            self._holder = subprocess.Popen(
+                [*_END_WITH_US, "unshare", "--net", "--uts", "--mount", "sh", "-c", script, "sh", name],
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+            )
+        except FileNotFoundError as error:
+            raise NotAllowed(f"{_NEEDS}: {error}") from error
         assert self._holder.stdout and self._holder.stderr
         if self._holder.stdout.readline() != "made\n":
-            raise NotAllowed(
-                "hosts need Linux network namespaces, which only root may make (with unshare and nsenter of "
-                f"util-linux, and ip of iproute2): {self._holder.stderr.read().strip()}"
-            )
+            with self._holder as failed:
+                raise NotAllowed(f"{_NEEDS}: {failed.stderr and failed.stderr.read().strip()}")
         self.inode = os.stat(f"/proc/{self._holder.pid}/ns/net").st_ino
 
     def inside(self, *words: str) -> list[str]:
@@ -180,10 +175,8 @@ class Hosts:
             "JAXCOLL_PROCESS_ID": str(rank),
         }
         pipe = subprocess.PIPE
-        command = self.hosts[rank].inside(*words)
-        return subprocess.Popen(
-            command, env={**environment, **job}, stdout=pipe, stderr=pipe, text=True, preexec_fn=_end_with_parent
-        )
+        command = [*_END_WITH_US, *self.hosts[rank].inside(*words)]
+        return subprocess.Popen(command, env={**environment, **job}, stdout=pipe, stderr=pipe, text=True)
 
     def cut(self, rank: int) -> None:
         """Unplugs a host: nothing comes or goes, and nobody is told."""

@@ -12,10 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
+from jaxcoll.host_arrays import Fetcher
+from jaxcoll.topology import Topology
 from models.deepseek_v4 import report
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.decoder import Row
@@ -55,7 +57,7 @@ def run(options: BenchOptions) -> int:
         times = _times(step, timed, working)[WARM_UP:]
         if traces:
             _trace(step, timed, traces)
-    result = _result(gather_times(times), options, session)
+    result = _result(gather_times(times, session.decoder.topology), options, session)
     if jax.process_index() == 0:
         _print(result, options)
     return 0
@@ -89,11 +91,13 @@ def _trace(step: Callable[[int], None], first: int, folder: Path) -> None:
                 step(position)
 
 
-def gather_times(own: Sequence[float]) -> list[list[float]]:
-    """The times of every process, in process order."""
-    if jax.process_count() == 1:
-        return [list(own)]
-    return multihost_utils.process_allgather(np.asarray(own, np.float32)).tolist()
+def gather_times(own: Sequence[float], topology: Topology) -> list[list[float]]:
+    """The times of every process of the mesh, in process order; every process must call it."""
+    by_device = topology.sharding(P(topology.group("world")))
+    mine = np.asarray([own], np.float32)
+    times = jax.make_array_from_callback((topology.world, len(own)), by_device, lambda _: mine)
+    first = {d.process_index: i for i, d in reversed(list(enumerate(topology.mesh.devices.flat)))}
+    return Fetcher(topology)(times)[[first[process] for process in sorted(first)]].tolist()
 
 
 def per_process(times: Sequence[Sequence[float]]) -> list[dict[str, float]]:
