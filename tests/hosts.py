@@ -89,13 +89,15 @@ class Hosts:
     Args:
         count: how many.
         relayed: hosts whose cable can be slow or stuck; see `delay` and `stall`.
+        names: what every host calls itself and the others; host0, host1, ... if none are given.
 
     Raises:
         NotAllowed: on entry, where this machine does not let us.
     """
 
-    def __init__(self, count: int, relayed: Sequence[int] = ()):
+    def __init__(self, count: int, relayed: Sequence[int] = (), names: Sequence[str] = ()):
         self.count, self.relayed = count, tuple(relayed)
+        self.names = list(names) or [f"host{rank}" for rank in range(count)]
         self._relays: dict[int, subprocess.Popen[str]] = {}
 
     def __enter__(self) -> Hosts:
@@ -120,7 +122,7 @@ class Hosts:
         return namespace
 
     def _host(self, made: contextlib.ExitStack, rank: int) -> Namespace:
-        host = self._made(made, f"host{rank}")
+        host = self._made(made, self.names[rank])
         self.hub.ip(f"link add port{rank} type veth peer name eth{rank}")
         host.take(f"eth{rank}", self.hub)
         self.hub.ip(f"link set port{rank} master bridge up")
@@ -128,7 +130,8 @@ class Hosts:
             host.ip(words)
         # A host finds its own name at its own address, not at a loopback one that others cannot reach.
         names = self._files / host.name
-        names.write_text("127.0.0.1 localhost\n" + "".join(f"{self.address(i)} host{i}\n" for i in range(self.count)))
+        known = [f"{self.address(i)} {name} {name.split('.')[0]}" for i, name in enumerate(self.names)]
+        names.write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
         subprocess.run(host.inside("mount", "--bind", str(names), "/etc/hosts"), check=True, timeout=20)
         return host
 
@@ -167,16 +170,19 @@ class Hosts:
     def address(rank: int) -> str:
         return f"10.77.0.{rank + 1}"
 
-    def start(self, rank: int, words: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
-        """Runs `words` on a host, as process `rank` of a job whose coordinator is on host 0."""
-        job = {
+    def job(self, rank: int) -> dict[str, str]:
+        """What tells process `rank` of its job, whose coordinator is on host 0."""
+        return {
             "JAX_COORDINATOR_ADDRESS": f"{self.address(0)}:{PORT}",
             "JAXCOLL_NUM_PROCESSES": str(self.count),
             "JAXCOLL_PROCESS_ID": str(rank),
         }
+
+    def start(self, rank: int, words: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
+        """Runs `words` on a host."""
         pipe = subprocess.PIPE
         command = [*_END_WITH_US, *self.hosts[rank].inside(*words)]
-        return subprocess.Popen(command, env={**environment, **job}, stdout=pipe, stderr=pipe, text=True)
+        return subprocess.Popen(command, env=dict(environment), stdout=pipe, stderr=pipe, text=True)
 
     def cut(self, rank: int) -> None:
         """Unplugs a host: nothing comes or goes, and nobody is told."""

@@ -35,16 +35,16 @@ def carry(first: socket.socket, second: socket.socket) -> None:
         left = max(waiting[0][0] + delay - time.monotonic(), 0) if waiting and delay < NEVER else None
         ready, _, _ = select.select([first, second, sys.stdin], [], [], left)
         for source in ready:
-            if source is sys.stdin:
-                words = sys.stdin.readline().split()
-                if not words:
-                    return
-                delay = NEVER if words[0] == "stall" else float(words[1])
-                print("done", flush=True)
-            else:
+            if isinstance(source, socket.socket):
                 frame, address = source.recvfrom(LARGEST)
                 if address[2] != PACKET_OUTGOING:
                     waiting.append((time.monotonic(), other[source], frame))
+                continue
+            words = sys.stdin.readline().split()
+            if not words:
+                return
+            delay = NEVER if words[0] == "stall" else float(words[1])
+            print("done", flush=True)
         while waiting and waiting[0][0] + delay <= time.monotonic():
             _, target, frame = waiting.popleft()
             target.send(frame)

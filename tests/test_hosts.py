@@ -42,7 +42,7 @@ def environment(**more: str) -> dict[str, str]:
 def start(hosts: Hosts, steps: int, **more: str) -> list[subprocess.Popen[str]]:
     """A job of one process on each host, under way: the first steps are done."""
     words = [sys.executable, "-c", SUMS.format(steps=steps)]
-    job = [hosts.start(rank, words, environment(**more)) for rank in range(hosts.count)]
+    job = [hosts.start(rank, words, environment(**more) | hosts.job(rank)) for rank in range(hosts.count)]
     assert job[0].stdout
     for line in job[0].stdout:
         if line == "step 20\n":
@@ -112,13 +112,14 @@ def test_a_slow_or_briefly_stuck_cable_is_no_lost_peer_and_a_stuck_one_is():
 
 def test_what_runs_on_a_host_and_the_host_itself_go_with_a_failure():
     made: list[Namespace] = []
+    started: list[subprocess.Popen[str]] = []
     with pytest.raises(ZeroDivisionError), Hosts(2) as hosts:
         made += [hosts.hub, *hosts.hosts]
-        forgotten = hosts.start(1, ["sh", "-c", "sleep 300 & exec sleep 300"], environment())
+        started.append(hosts.start(1, ["sh", "-c", "sleep 300 & exec sleep 300"], environment()))
         while len(hosts.left()) < 2:
-            assert forgotten.poll() is None
+            assert started[0].poll() is None
         _ = 1 / 0
-    with forgotten:
+    with started[0] as forgotten:
         assert forgotten.wait(timeout=20) == -9
     assert_gone(made)
     assert "port1" not in Path("/proc/net/dev").read_text()
