@@ -80,9 +80,9 @@ def test_sizes_that_were_not_given_follow_from_those_that_were(options, sizes):
 
 
 MISUSES = {
-    "": "one of the commands demo, verify, generate, bench, bench-collectives, explain, and none was given",
-    "frobnicate": "one of the commands demo, verify, generate, bench, bench-collectives, explain, not 'frobnicate'",
-    "--json": "one of the commands demo, verify, generate, bench, bench-collectives, explain, not '--json'",
+    "": "one of the commands demo, verify, generate, bench, bench-collectives, explain, launch, and none was given",
+    "frobnicate": "one of the commands demo, verify, generate, bench, bench-collectives, explain, launch, not 'frobnicate'",
+    "--json": "one of the commands demo, verify, generate, bench, bench-collectives, explain, launch, not '--json'",
     "verify": "verify needs FIXTURE: folder",
     "generate --prompt-ids 1": "generate needs CHECKPOINT_DIR: folder",
     "bench": "bench needs CHECKPOINT_DIR: folder",

@@ -26,7 +26,8 @@ def run(options: BenchCollectivesOptions) -> int:
     topology = Topology(*options.topology.sizes)
     if topology.world == 1:
         raise UserError("one device sends nothing to another; bench-collectives needs at least --devices 2")
-    if options.plot:
+    leads = jax.process_index() == 0
+    if options.plot and leads:
         try:
             check_plot(options.plot)
         except PlotError as error:
@@ -34,7 +35,7 @@ def run(options: BenchCollectivesOptions) -> int:
     with Working() as working:
         working.stage("measuring")
         found = measure(topology, options.sizes, options.rounds, working.advance)
-    if jax.process_index() != 0:
+    if not leads:
         return 0
     sizes = report.topology_json(topology)
     if options.plot:
