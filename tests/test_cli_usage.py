@@ -79,10 +79,11 @@ def test_sizes_that_were_not_given_follow_from_those_that_were(options, sizes):
     assert options.sizes.world == sizes[0] * sizes[1]
 
 
+COMMANDS = "one of the commands demo, verify, generate, bench, bench-collectives, explain, launch"
 MISUSES = {
-    "": "one of the commands demo, verify, generate, bench, bench-collectives, explain, launch, and none was given",
-    "frobnicate": "one of the commands demo, verify, generate, bench, bench-collectives, explain, launch, not 'frobnicate'",
-    "--json": "one of the commands demo, verify, generate, bench, bench-collectives, explain, launch, not '--json'",
+    "": f"{COMMANDS}, and none was given",
+    "frobnicate": f"{COMMANDS}, not 'frobnicate'",
+    "--json": f"{COMMANDS}, not '--json'",
     "verify": "verify needs FIXTURE: folder",
     "generate --prompt-ids 1": "generate needs CHECKPOINT_DIR: folder",
     "bench": "bench needs CHECKPOINT_DIR: folder",
