@@ -11,8 +11,13 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
+from jaxcoll import watchdog
+from jaxcoll.agreement import agree, agree_on_program, agree_on_step, steps_are_checked
 from jaxcoll.audit import audit
+from jaxcoll.hlo import collectives
 from jaxcoll.topology import Topology
+
+COMPILE_SECONDS = 3600.0  # hosts may compile at different speeds; a lost one is told at once
 
 
 class Step:
@@ -21,14 +26,45 @@ class Step:
     Attributes:
         traced: what was audited.
         compiled: the executable.
+        name: in messages.
+        fingerprint: what the processes of a job agreed on.
+        plan: describes the step to a reader; None lists its collectives.
+        counted: has a number of its own in messages; off, it belongs to the step before.
     """
 
-    def __init__(self, topology: Topology, traced: Any, compiled: jax.stages.Compiled):
+    def __init__(
+        self,
+        topology: Topology,
+        traced: Any,
+        compiled: jax.stages.Compiled,
+        name: str = "step",
+        fingerprint: str = "",
+        plan: Callable[[], str] | None = None,
+    ):
         self.topology, self.traced, self.compiled = topology, traced, compiled
+        self.name, self.fingerprint, self.plan = name, fingerprint, plan or self._collectives
+        self.counted = True
 
     def __call__(self, *args: Any) -> Any:
-        """Submits the step; the result is ready when JAX says so."""
-        return self.compiled(*args)
+        """Submits the step; the result is ready when JAX says so.
+
+        Raises:
+            PeerTimeout: a process of the job is lost.
+            DisagreementError: another process has run other programs or in another order, which is seen after a beat;
+                in the debug mode, another process is about to run something else.
+        """
+        watching = watchdog.current()
+        if watching is None:
+            return self.compiled(*args)
+        if steps_are_checked():
+            agree_on_step(watching.step + self.counted, self.name, self.fingerprint)
+        with watching.dispatching(self.name, self.fingerprint, self.plan, counted=self.counted) as note:
+            return note(self.compiled(*args))
+
+    def _collectives(self) -> str:
+        return (
+            "\n".join(f"{c.kind} over {c.group}" for c in collectives(self.compiled, self.topology)) or "no collectives"
+        )
 
 
 def compile_step(
@@ -41,6 +77,8 @@ def compile_step(
     donate_argnums: tuple[int, ...] = (),
     compiler: Callable[..., jax.stages.Compiled] | None = None,
     compiler_options: dict[str, Any] | None = None,
+    name: str = "step",
+    plan: Callable[[], str] | None = None,
 ) -> Step:
     """Traces `fn` under shard_map over the topology's mesh, audits it and compiles it.
 
@@ -52,8 +90,13 @@ def compile_step(
         donate_argnums: arguments whose buffers the step may reuse.
         compiler: compiles the lowered program; None is its own `compile`. `targets.compile_only` for absent GPUs.
         compiler_options: what the compiler is given after the program, if anything.
+        name, plan: see `Step`.
+
+    In a job of several processes every one must compile the same programs in the same order.
 
     Raises:
+        DisagreementError: another process is about to compile something else.
+        PeerTimeout: another process does not come.
         StateError: the audit refuses the program, or a verb refused a state while it was traced.
     """
     mapped = jax.shard_map(fn, mesh=topology.mesh, in_specs=tuple(in_specs), out_specs=out_specs)
@@ -61,7 +104,10 @@ def compile_step(
     traced = jax.jit(mapped, donate_argnums=donate_argnums).trace(*placed)
     audit(traced)
     lowered, options = traced.lower(), (compiler_options,) if compiler_options else ()
-    return Step(topology, traced, compiler(lowered, *options) if compiler else lowered.compile(*options))
+    fingerprint = agree_on_program(name, topology, traced, lowered, placed)
+    compiled = compiler(lowered, *options) if compiler else lowered.compile(*options)
+    agree(f"the first run of {name}", {}, timeout=COMPILE_SECONDS)
+    return Step(topology, traced, compiled, name, fingerprint, plan)
 
 
 def _placed(arg: Any, spec: Any, topology: Topology) -> Any:

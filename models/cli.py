@@ -1,7 +1,8 @@
 """The `jaxcoll` command: reads options, prepares the devices, then calls the module that does the work.
 
 Nothing here imports jax before the options are known to be good. Exit codes: 0 done, 1 a check did not hold,
-2 a request that cannot be served (one sentence on stderr), 130 interrupted, 141 nobody reads the output.
+2 a request that cannot be served (one sentence on stderr), 130 interrupted, 141 nobody reads the output;
+in a job of several processes also 75 a lost peer, 76 processes that disagree.
 """
 
 import contextlib
@@ -17,46 +18,86 @@ from typing import Annotated
 import tyro
 
 from models.errors import UserError
-from models.options import BenchOptions, DemoOptions, ExplainOptions, GenerateOptions, Options, VerifyOptions
+from models.options import (
+    BenchCollectivesOptions,
+    BenchOptions,
+    DemoOptions,
+    ExplainOptions,
+    GenerateOptions,
+    LaunchOptions,
+    MeshOptions,
+    Options,
+    VerifyOptions,
+)
 from models.planning_options import CompileOptions
-from models.startup import prepare_devices
+from models.startup import join_job, prepare_devices
 
 COMMANDS: dict[str, type[Options]] = {
     "demo": DemoOptions,
     "verify": VerifyOptions,
     "generate": GenerateOptions,
     "bench": BenchOptions,
+    "bench-collectives": BenchCollectivesOptions,
     "explain": ExplainOptions,
     "compile": CompileOptions,
+    "launch": LaunchOptions,
 }
 _COMMAND_LINE = (
     Annotated[DemoOptions, tyro.conf.subcommand("demo")]
     | Annotated[VerifyOptions, tyro.conf.subcommand("verify")]
     | Annotated[GenerateOptions, tyro.conf.subcommand("generate")]
     | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
+    | Annotated[BenchCollectivesOptions, tyro.conf.subcommand("bench-collectives")]
     | Annotated[ExplainOptions, tyro.conf.subcommand("explain")]
     | Annotated[CompileOptions, tyro.conf.subcommand("compile")]
+    | Annotated[LaunchOptions, tyro.conf.subcommand("launch")]
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand and returns its exit code; `argv` defaults to the process's arguments."""
+    """Runs one subcommand and returns its exit code; `argv` defaults to the process's arguments.
+
+    In a job of several processes a failure ends this one here, so that it waits for nobody and the others hear why.
+    """
+    code, reason = _serve(sys.argv[1:] if argv is None else argv)
+    if reason:
+        print(f"jaxcoll: {reason}", file=sys.stderr)
+    if code and _in_a_job():
+        from jaxcoll.distributed import leave
+
+        leave(code, reason)
+    return code
+
+
+def _serve(argv: Sequence[str]) -> tuple[int, str]:
+    """The exit code of one command line, and why it was refused, if it was."""
     try:
-        command, options = parse(sys.argv[1:] if argv is None else argv)
+        command, options = parse(argv)
+        if isinstance(options, LaunchOptions):
+            return _launch(options), ""
         prepare_devices(options.local_devices, cpu_only=options.cpu_only, quiet=options.compiles_for_gpus)
         code = _run(command, options)
         sys.stdout.flush()
-        return code
+        return code, ""
     except UserError as error:
-        return _refuse(str(error))
+        return _refused(str(error))
     except BrokenPipeError:
         # The interpreter flushes stdout once more when it exits, and would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return 141, ""
     except OSError as error:
-        return _refuse(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        return _refused(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except KeyboardInterrupt:
-        return 130
+        return 130, ""
+
+
+def _refused(reason: str) -> tuple[int, str]:
+    return 2, " ".join(reason.split())
+
+
+def _in_a_job() -> bool:
+    coordination = sys.modules.get("jaxcoll.coordination")  # nobody has joined one without it
+    return coordination is not None and coordination.in_a_job()
 
 
 def parse(argv: Sequence[str]) -> tuple[str, Options]:
@@ -117,13 +158,28 @@ def _sentence(report: str) -> str:
     said = [p for p in paragraphs if p and not p.startswith(("For full helptext", "Argument helptext"))]
     text = "; ".join(said).removeprefix("Error parsing ")
     text = re.sub(r"^Missing value for argument '(.+?)'\. Expected.*", r"\1 needs a value", text)
-    return re.sub(r"^Missing from jaxcoll (\w+): (\S+) (.*) \(required\)", r"\1 needs \2: \3", text)
+    return re.sub(r"^Missing from jaxcoll (\S+): (\S+) (.*) \(required\)", r"\1 needs \2: \3", text)
+
+
+def _launch(options: LaunchOptions) -> int:
+    from jaxcoll.launch import LaunchError, launch
+
+    try:
+        return launch(
+            options.command, options.processes, options.devices_per_process, grace_seconds=options.grace_seconds
+        )
+    except LaunchError as error:
+        raise UserError(str(error)) from error
 
 
 def _run(command: str, options: Options) -> int:
     """Imports the subcommand's module, and jax with it; what the lower layers refuse becomes a UserError."""
     try:
-        work = importlib.import_module(f"models.deepseek_v4.{command}")
+        if isinstance(options, MeshOptions):
+            join_job(options.topology.sizes.world)
+        work = importlib.import_module(f"models.deepseek_v4.{command.replace('-', '_')}")
+    except UserError:  # a ValueError too
+        raise
     except ValueError as error:  # jax reads its environment variables when it is imported
         raise UserError(f"jax cannot start: {error}") from error
     from jaxcoll.plan import PlanError
@@ -139,11 +195,6 @@ def _run(command: str, options: Options) -> int:
         if str(error).startswith(("Unable to initialize backend", "RESOURCE_EXHAUSTED")):
             raise UserError(str(error)) from error
         raise
-
-
-def _refuse(reason: str) -> int:
-    print(f"jaxcoll: {' '.join(reason.split())}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -46,6 +46,12 @@ def _folder(words: list[str]) -> Path:
     return Path(words[0])
 
 
+def _file(words: list[str]) -> Path:
+    if not words[0]:
+        raise ValueError("must be a file, not an empty name")
+    return Path(words[0])
+
+
 def _is_number_list(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(number, int) for number in value)
 
@@ -60,11 +66,15 @@ _FOLDER = PrimitiveConstructorSpec(1, "FOLDER", _folder, lambda v: isinstance(v,
 _OPTIONAL_FOLDER = PrimitiveConstructorSpec(
     1, "FOLDER", _folder, lambda v: v is None or isinstance(v, Path), lambda v: [str(v)]
 )
+_OPTIONAL_FILE = PrimitiveConstructorSpec(
+    1, "FILE", _file, lambda v: v is None or isinstance(v, Path), lambda v: [str(v)]
+)
 
 Size = Annotated[int, _SIZE]
 OptionalSize = Annotated[int | None, _OPTIONAL_SIZE]
 Folder = Annotated[Path, _FOLDER]
 OptionalFolder = Annotated[Path | None, _OPTIONAL_FOLDER]
+OptionalFile = Annotated[Path | None, _OPTIONAL_FILE]
 
 
 class TopologySizes(NamedTuple):
@@ -150,14 +160,10 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunOptions(Options):
-    """What every subcommand takes that runs on devices of this machine."""
+class MeshOptions(Options):
+    """What every subcommand takes that runs on devices."""
 
     topology: OmitArgPrefixes[TopologyOptions] = dataclasses.field(default_factory=TopologyOptions, kw_only=True)
-    max_seq_len: Annotated[OptionalSize, arg(help_behavior_hint="(default: the model's positions, at most 4096)")] = (
-        dataclasses.field(default=None, kw_only=True)
-    )
-    """Cache length: positions that each request can take."""
 
     @property
     def local_devices(self) -> int:
@@ -170,6 +176,16 @@ class RunOptions(Options):
     def check(self) -> None:
         """Raises UserError for options that contradict each other."""
         _ = self.topology.sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOptions(MeshOptions):
+    """What every subcommand takes that runs the model."""
+
+    max_seq_len: Annotated[OptionalSize, arg(help_behavior_hint="(default: the model's positions, at most 4096)")] = (
+        dataclasses.field(default=None, kw_only=True)
+    )
+    """Cache length: positions that each request can take."""
 
 
 def check_counts(counts: tuple[int, ...] | None, replicas: int) -> None:
@@ -277,8 +293,29 @@ class BenchOptions(RunOptions):
     """Requests decoded together."""
     steps: Size = 24
     """Decode steps to time."""
+    profile: OptionalFolder = None
+    """Write a JAX profiler trace of four more steps there, for each process."""
     json: bool = False
     """Print the result as JSON."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchOptions(Options):
+    """Start a command in several processes on this machine, as a cluster would: jaxcoll launch ... -- COMMAND."""
+
+    processes: Size = 2
+    """Processes to start."""
+    devices_per_process: Size = 1
+    """Devices of each process; --devices in the command stays the sum."""
+    grace_seconds: Size = 15
+    """After the first failure, seconds that the others get to say what they miss."""
+    command: Annotated[Positional[tuple[str, ...]], arg(metavar="-- COMMAND...")] = ()
+    """program and arguments, after a --"""
+
+    def check(self) -> None:
+        """Raises UserError where there is nothing to start."""
+        if not self.command:
+            raise UserError("launch needs a command after --, such as -- jaxcoll verify FIXTURE --devices 8")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,3 +341,23 @@ class ExplainOptions(RunOptions):
     def check(self) -> None:
         super().check()
         check_counts(self.requests_per_replica, self.topology.sizes.attn_dp)
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchCollectivesOptions(MeshOptions):
+    """Time every verb over every group, and fit alpha and bandwidth."""
+
+    sizes: Annotated[tuple[int, ...], _NUMBERS] = (4096, 16384, 65536, 262144, 1048576, 4194304)
+    """Bytes of the full buffer on one device, at least two sizes."""
+    rounds: Size = 20
+    """Timed runs of each program, after three others."""
+    plot: OptionalFile = None
+    """Draw points and fitted lines into this .png, .svg or .pdf file."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def check(self) -> None:
+        super().check()
+        if len(set(self.sizes)) < 2 or min(self.sizes) < 4:
+            given = ",".join(map(str, self.sizes))
+            raise UserError(f"--sizes must be at least two different numbers of bytes from 4 up, not {given}")

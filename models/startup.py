@@ -1,13 +1,19 @@
-"""What must be decided before jax is first imported: the platform and how many CPU devices it shows.
+"""What must be decided before a device starts: the platform, the job, and how many CPU devices each process shows.
 
-It imports no jax itself, and changes nothing that the user has set.
+It imports no jax before `join_job`, and changes nothing that the user has set.
 """
+
+from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from models.errors import UserError
+
+if TYPE_CHECKING:
+    from jaxcoll.distributed import Job
 
 PLATFORMS = "JAX_PLATFORMS"
 CPU_DEVICES = "JAX_NUM_CPU_DEVICES"
@@ -39,6 +45,60 @@ def prepare_devices(world: int, *, cpu_only: bool = False, quiet: bool = False) 
         os.environ.setdefault(PLATFORMS, "cpu")
     if HOST_DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):
         os.environ.setdefault(CPU_DEVICES, str(world))
+
+
+def join_job(world: int) -> Job:
+    """Joins the job that a launcher or a cluster put this process in; alone, it does nothing.
+
+    Standard output is then for process 0's own words: what native code and other processes print there goes nowhere.
+
+    Args:
+        world: devices of all processes that the command is going to use.
+
+    Raises:
+        UserError: the job is not described well, or the world cannot be cut evenly over its processes.
+        PeerTimeout: not every process came.
+    """
+    from jaxcoll import distributed
+
+    try:
+        job = distributed.initialize()
+    except distributed.JobError as error:
+        raise UserError(str(error)) from error
+    if job.processes == 1:
+        return job
+    _keep_stdout_clean(job.leads)
+    if world % job.processes:
+        raise UserError(f"{world} devices cannot be shared evenly by {job.processes} processes")
+    _check_devices(world, job.processes)
+    return job
+
+
+def _keep_stdout_clean(leads: bool) -> None:
+    """File descriptor 1, where gloo reports its connections, leads nowhere; process 0's Python keeps the real one."""
+    sys.stdout.flush()
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    kept = os.dup(1) if leads else os.dup(nowhere)
+    os.dup2(nowhere, 1)
+    os.close(nowhere)
+    sys.stdout = os.fdopen(kept, "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+
+
+def _check_devices(world: int, processes: int) -> None:
+    """Gives every process its share of the CPU devices where nobody else has; starts the devices.
+
+    Raises:
+        UserError: the job has more or fewer devices than the command is going to use.
+    """
+    import jax
+
+    if os.environ.get(CPU_DEVICES) == str(world):  # from prepare_devices, which cannot know the job
+        jax.config.update("jax_num_cpu_devices", world // processes)
+    if jax.device_count() != world:
+        raise UserError(
+            f"the job's {processes} processes show {jax.device_count()} devices, but the command is for {world}; "
+            "--devices is the sum over all processes"
+        )
 
 
 def gpu_present(device_files: Path = Path("/dev")) -> bool:

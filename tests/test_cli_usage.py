@@ -32,7 +32,7 @@ def asked(monkeypatch) -> list[RunOptions]:
     """The options that commands were run with; each stands in for the real work and returns 1."""
     seen: list[RunOptions] = []
     for command in cli.COMMANDS:
-        module = types.ModuleType(f"models.deepseek_v4.{command}")
+        module = types.ModuleType(f"models.deepseek_v4.{command.replace('-', '_')}")
         module.run = lambda options: seen.append(options) or 1  # pyright: ignore[reportAttributeAccessIssue]
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return seen
@@ -79,10 +79,11 @@ def test_sizes_that_were_not_given_follow_from_those_that_were(options, sizes):
     assert options.sizes.world == sizes[0] * sizes[1]
 
 
+COMMANDS = "one of the commands demo, verify, generate, bench, bench-collectives, explain, compile, launch"
 MISUSES = {
-    "": "one of the commands demo, verify, generate, bench, explain, and none was given",
-    "frobnicate": "one of the commands demo, verify, generate, bench, explain, compile, plan, not 'frobnicate'",
-    "--json": "one of the commands demo, verify, generate, bench, explain, compile, plan, not '--json'",
+    "": f"{COMMANDS}, and none was given",
+    "frobnicate": f"{COMMANDS}, not 'frobnicate'",
+    "--json": f"{COMMANDS}, not '--json'",
     "verify": "verify needs FIXTURE: folder",
     "generate --prompt-ids 1": "generate needs CHECKPOINT_DIR: folder",
     "bench": "bench needs CHECKPOINT_DIR: folder",
@@ -115,6 +116,13 @@ MISUSES = {
     "generate d --prompt-ids 1 --max-new-tokens 0": "--max-new-tokens: must be a whole number from 1",
     "bench d --batch 0": "--batch: must be a whole number from 1",
     "bench d --steps -1": "--steps: must be a whole number from 1",
+    "bench-collectives d": "Unrecognized options: d",
+    "bench-collectives --sizes 4096": "--sizes must be at least two different numbers of bytes from 4 up, not 4096",
+    "bench-collectives --sizes 8,8": "--sizes must be at least two different numbers of bytes from 4 up, not 8,8",
+    "bench-collectives --sizes 3,8": "--sizes must be at least two different numbers of bytes from 4 up, not 3,8",
+    "bench-collectives --rounds 0": "--rounds: must be a whole number from 1",
+    "bench-collectives --plot=": "--plot: must be a file, not an empty name",
+    "bench-collectives --max-seq-len 8": "bench-collectives has no option --max-seq-len; its options are --attn-dp",
 }
 
 

@@ -14,6 +14,7 @@ from reference import Reference, silu
 from tiny_models import Tensors, compile_module, parameters_of, published, random_tensors
 
 from jaxcoll.collectives import all_reduce, declare_partial
+from jaxcoll.dispatch import ReceivedPerExpert
 from jaxcoll.topology import Topology
 from models.deepseek_v4 import experts
 from models.deepseek_v4.config import Config
@@ -318,7 +319,7 @@ def test_rows_of_each_expert_go_through_it_and_no_other(form, sizes):
     module = Experts(Config.from_dict(CONFIG), topology, jnp.float32)
 
     def fn(module: Any, x: Any, counts: Any) -> Any:
-        y = module.received_per_expert(x, counts)
+        y = module.on(ReceivedPerExpert(x, counts[:, None], counts))
         return all_reduce(declare_partial(y, moe_tp), moe_tp) if moe_tp else y
 
     counts = np.array([0, 7, 1, 3, 4, 2, 5, 6, 7, 0, 3, 1], np.int32)

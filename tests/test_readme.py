@@ -20,7 +20,7 @@ def test_the_example_prints_the_refusal_that_the_readme_quotes():
 def test_every_command_that_the_readme_names_exists():
     from models.cli import COMMANDS
 
-    named = set(re.findall(r"`jaxcoll (\w+)", README)) - {"COMMAND"}
+    named = set(re.findall(r"`jaxcoll ([\w-]+)", README)) - {"COMMAND"}
     assert named == set(COMMANDS)
 
 

@@ -38,8 +38,9 @@ def compare(decoder: Decoder, trace: Trace, homes: Sequence[Home], working: Work
         if working is not None:
             working.decoded(steps, total)
         if position < trace.input_ids.shape[1]:
+            seen = decoder.fetch(seen)
             mismatches += _compare_position(seen, trace, position, errors)
-        following = np.asarray(seen["next_token"])[seen["places"]]
+        following = decoder.fetch(seen["next_token"])[seen["places"]]
         if position + 1 < trace.input_ids.shape[1]:
             tokens = trace.input_ids[:, position + 1]
         else:
@@ -66,12 +67,12 @@ def _compare_position(seen: dict[str, Any], trace: Trace, position: int, errors:
     places = seen["places"]
     for name, golden in trace.values.items():
         kind, _, index = name.partition(".")
-        value = np.asarray(seen[kind][int(index)] if index else seen[kind])[places]
+        value = (seen[kind][int(index)] if index else seen[kind])[places]
         with np.errstate(invalid="ignore"):  # infinity - infinity: NaN, which counts as different
             error = np.max(np.abs(value.astype(np.float32) - golden[:, position]))
         errors[name] = float(np.maximum(errors[name], error))  # keeps a NaN
     pairs = zip(seen["topk_ids"], trace.topk_ids, strict=True)
-    return sum(_unlike(np.asarray(ours)[places], golden[:, position]) for ours, golden in pairs)
+    return sum(_unlike(ours[places], golden[:, position]) for ours, golden in pairs)
 
 
 def _unlike(ours: np.ndarray, golden: np.ndarray) -> int:

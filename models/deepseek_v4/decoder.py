@@ -12,10 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxcoll.host_arrays import Fetcher, place
 from jaxcoll.plan import LayerPlan
 from jaxcoll.settings import Settings
 from jaxcoll.step import Step
+from jaxcoll.step_metadata import StepExchange, own_rows
 from jaxcoll.topology import Topology
+from jaxcoll.watchdog import current
 from models.deepseek_v4.cache import cache_shapes
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.model import DeepSeekV4
@@ -78,6 +81,8 @@ class Decoder:
         self.room: Sequence[int] | None = None  # of steps that name none; None plans for the step's own counts
         self._planned: dict[tuple, LayerPlan] = {}
         self.caches = self._empty_caches()
+        self.fetch = Fetcher(topology)  # results of a step as NumPy arrays, in every process
+        self.exchange = StepExchange(topology)
         self.input_shardings = tuple(map(topology.sharding, (P(topology.group("attn_dp"), None, None), P(None))))
 
     @classmethod
@@ -124,18 +129,51 @@ class Decoder:
             UserError: a token, position, slot or replica that does not exist, a slot named twice, or no row at all.
             PlanError: a named path is impossible for these rows.
         """
-        counts = self._counts(rows)
+        if not rows:
+            raise UserError("a step needs at least one row; when every replica is idle nobody runs")
+        return self._run(rows, self._counts(rows), room)
+
+    def _run(self, rows: Sequence[Row], counts: Sequence[int], room: Sequence[int] | None) -> dict[str, Any]:
+        """One step of the rows that this process knows, in a batch of `counts`."""
         room = self.room if room is None else room
         plan = self._plan(tuple(counts), None if room is None else tuple(room))
         batch, places = self._pack(rows, plan.rows.rows)
-        inputs = jax.device_put((batch, np.array(counts, np.int32)), self.input_shardings)
+        inputs = place((batch, np.array(counts, np.int32)), self.input_shardings)
         self.caches, seen = self.steps[plan.program](self.parameters, self.caches, *inputs)
         return {**seen, "places": places}
 
     def next_tokens(self, rows: Sequence[Row], room: Sequence[int] | None = None) -> list[int]:
         """Decodes one token for each row and returns the greedy continuations, in the order of `rows`."""
         out = self.step(rows, room)
-        return np.asarray(out["next_token"])[out["places"]].tolist()
+        return self.fetch(out["next_token"])[out["places"]].tolist()
+
+    def own_next_tokens(self, rows: Sequence[Row], room: Sequence[int] | None = None) -> list[int] | None:
+        """Decodes the rows of this process's replicas, whatever the other processes bring; all call it in every step.
+
+        Counts, padding mode and bucket follow from what all processes bring, so idle replicas run the same program.
+
+        Args:
+            rows: of own replicas (`exchange.own`), in any order; none where all of them are idle.
+            room: as for `step`, the same in every process.
+
+        Returns:
+            The greedy continuations in the order of `rows`; None where nobody had a row and nobody ran.
+
+        Raises:
+            UserError, PlanError: as `step`.
+            DisagreementError, PeerTimeout: a process is at another step, or lost.
+        """
+        counts = self._counts(rows)
+        agreed = self.exchange({replica: counts[replica] for replica in self.exchange.own})
+        if agreed.everyone_is_idle:
+            return None
+        out = self._run(rows, agreed.counts, room)
+        tokens = out["next_token"]
+        if (watchdog := current()) is not None:
+            watchdog.wait([tokens])
+        size = tokens.shape[0] // self.topology.attn_dp
+        held = own_rows(tokens, size)
+        return [int(held[at // size][at % size]) for at in out["places"].tolist()]
 
     def _plan(self, counts: tuple[int, ...], room: tuple[int, ...] | None) -> LayerPlan:
         """The step's plan, with its program compiled."""
@@ -151,8 +189,6 @@ class Decoder:
         return plan
 
     def _counts(self, rows: Sequence[Row]) -> list[int]:
-        if not rows:
-            raise UserError("a step needs at least one row; when every replica is idle nobody runs")
         counts, seen = [0] * self.topology.attn_dp, set()
         for row in rows:
             self._check(row, seen)

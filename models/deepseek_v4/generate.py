@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 
+from models.deepseek_v4 import report
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.decoder import Decoder, Row
 from models.deepseek_v4.requests import Home
@@ -33,8 +33,7 @@ def run(options: GenerateOptions) -> int:
         )
         stop = () if options.ignore_eos else _stop_ids(config)
         generated = generate(session.decoder, options.prompt_ids, session.homes, options.max_new_tokens, stop, working)
-    for note in session.notes:
-        print(f"jaxcoll: {note}", file=sys.stderr)
+    report.print_notes(session.notes)
     if options.json:
         print(json.dumps({"generated": generated}))
     else:

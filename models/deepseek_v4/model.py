@@ -119,7 +119,7 @@ class DeepSeekV4(nnx.Module):
         seen = {"streams": entered, **{name: [by[name] for by in passed] for name in passed[0]}}
         with jax.named_scope("head"):
             logits = self.head(self.norm(self.hc_head(entered[-1])), bridge)
-        next_token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+            next_token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return after, {"logits": logits, "next_token": next_token, **seen}
 
     @staticmethod

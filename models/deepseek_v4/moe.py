@@ -71,10 +71,13 @@ class MoE(nnx.Module):
             [G, D] PARTIAL over the world, and the routing (REPLICA).
         """
         active = tokens >= 0
-        routing = self.gate(x, jnp.where(active, tokens, 0))
-        y = self.experts(x, self._placed(routing), active)
+        with jax.named_scope("route"):
+            routing = self.gate(x, jnp.where(active, tokens, 0))
+        with jax.named_scope("experts"):
+            y = self.experts(x, self._placed(routing), active)
         if self.shared == "sharded":
-            y = y + self.shared_experts(x)
+            with jax.named_scope("shared"):
+                y = y + self.shared_experts(x)
         return declare_partial(y, self.world), routing
 
     def dispatched(self, own: Array, tokens: Array, bridge: Bridge) -> tuple[Array, Routing]:

@@ -73,6 +73,8 @@ def compile_decode(
             donate_argnums=(1,),
             compiler=compiler,
             compiler_options=compiler_options(topology, plan.exchange),
+            name="decode",
+            plan=lambda: "\n".join(f"{h.name}: {h.path}, because {h.reason}" for h in plan.hand_overs),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -63,6 +64,13 @@ def ignored_notes(config: Config, ignored: Iterable[str]) -> list[str]:
     if names:
         notes.append(f"ignored {counted(len(names), 'tensor')} that no parameter needs, the first is {names[0]}")
     return notes
+
+
+def print_notes(notes: Iterable[str]) -> None:
+    """Notes on stderr, once per job."""
+    if jax.process_index() == 0:
+        for note in notes:
+            print(f"jaxcoll: {note}", file=sys.stderr)
 
 
 def counted(number: int, thing: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,8 +23,7 @@ def run(options: VerifyOptions) -> int:
     """Runs the command; 0 equal, 1 not. Raises UserError for what cannot be compared."""
     with Working() as working:
         result, notes = verify(options, working)
-    for note in notes:
-        print(f"jaxcoll: {note}", file=sys.stderr)
+    report.print_notes(notes)
     if options.json:
         print(json.dumps(result))
     else:

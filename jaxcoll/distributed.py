@@ -1,0 +1,175 @@
+"""One job over several processes: joining it, and leaving it without hanging, whatever happened.
+
+JAX's own runtime and cluster detection do the work; one process alone is a job too, and nothing is started for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+
+import jax
+
+from jaxcoll import coordination
+from jaxcoll.agreement import agree_on_environment
+from jaxcoll.coordination import PeerTimeout, Place
+from jaxcoll.launch import BIND, COORDINATOR, LOCAL_DEVICES, PROCESS_ID, PROCESSES
+from jaxcoll.leaving import catch_errors, finish, give_up, guard, leave
+from jaxcoll.roll_call import MissingProcess, call_roll
+from jaxcoll.watchdog import PEER_SECONDS, STEP_SECONDS, Watchdog
+
+CLUSTER = "JAXCOLL_CLUSTER"
+START_TIMEOUT, PEER_TIMEOUT, STEP_TIMEOUT = "JAXCOLL_START_TIMEOUT", "JAXCOLL_PEER_TIMEOUT", "JAXCOLL_STEP_TIMEOUT"
+START_SECONDS = 20.0
+_NATIVE_SECONDS = 100.0  # JAX's own heartbeat, whose client aborts; ours has to be faster
+_SHUTDOWN_SECONDS = 10
+
+__all__ = ["Job", "JobError", "finish", "initialize", "leave"]
+
+
+class JobError(ValueError):
+    """A job that is described in contradicting or incomplete words; the message says what is missing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """This process's place in its job."""
+
+    processes: int = 1
+    process_id: int = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the one process that prints."""
+        return self.process_id == 0
+
+
+_joined: Job | None = None
+
+
+def initialize(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    cluster: str | None = None,
+    start_timeout: float | None = None,
+    peer_timeout: float | None = None,
+    step_timeout: float | None = None,
+) -> Job:
+    """Joins the job that this process belongs to, before any device is started; later calls return the same job.
+
+    What is not given is read from JAX_COORDINATOR_ADDRESS, JAXCOLL_NUM_PROCESSES and JAXCOLL_PROCESS_ID, and where
+    those do not say it either, from the cluster as JAX detects it.
+
+    Args:
+        coordinator: host:port of process 0.
+        processes, process_id: how many, and which one this is.
+        cluster: one cluster's name in JAX, "deactivate" for none; None reads JAXCOLL_CLUSTER, or tries all.
+        start_timeout: seconds until the last process must have come; None reads JAXCOLL_START_TIMEOUT, or 20.
+        peer_timeout: seconds of silence after which a process is lost; None reads JAXCOLL_PEER_TIMEOUT, or 10.
+        step_timeout: seconds that a step may take; None reads JAXCOLL_STEP_TIMEOUT, or 20.
+
+    Raises:
+        JobError: the three do not make a job, or a time is none.
+        PeerTimeout: somebody did not come; in every process that did.
+        DisagreementError: the processes have other versions, flags or settings.
+    """
+    global _joined
+    if _joined is not None:
+        return _joined
+    start_timeout = start_timeout or seconds(START_TIMEOUT, START_SECONDS)
+    peer_timeout = peer_timeout or seconds(PEER_TIMEOUT, PEER_SECONDS)
+    step_timeout = step_timeout or seconds(STEP_TIMEOUT, STEP_SECONDS)
+    place = find_place(Place(coordinator, processes, process_id, None), os.environ, cluster, start_timeout)
+    job = Job(place.processes or 1, place.process_id or 0)
+    if job.processes > 1:
+        catch_errors()
+        _connect(place, start_timeout, max(_NATIVE_SECONDS, 5 * peer_timeout))
+        times = {"peer_seconds": peer_timeout, "step_seconds": step_timeout}
+        guard(Watchdog(job.processes, job.process_id, place.coordinator or "", give_up=give_up, **times))
+        agree_on_environment()
+    _joined = job
+    return job
+
+
+def find_place(given: Place, environment: Mapping[str, str], cluster: str | None, timeout: float) -> Place:
+    """Completes what was given from the environment and the cluster.
+
+    Raises:
+        JobError: something is missing or out of range.
+    """
+    place = Place(
+        given.coordinator or environment.get(COORDINATOR),
+        given.processes if given.processes is not None else _number(environment, PROCESSES),
+        given.process_id if given.process_id is not None else _number(environment, PROCESS_ID),
+        None,
+    )
+    if place.processes is None and place.process_id is None:
+        found = coordination.detect_cluster(cluster or environment.get(CLUSTER), timeout)
+        local = None if environment.get(LOCAL_DEVICES) else found.local_device_ids  # JAX reads the variable itself
+        place = found._replace(coordinator=place.coordinator or found.coordinator, local_device_ids=local)
+        if place.processes is None:
+            return Place(None, 1, 0, None)
+    if place.processes == 1:
+        return Place(None, 1, 0, None)
+    for value, what, name in (
+        (place.processes, "the number of processes", PROCESSES),
+        (place.process_id, "this process's number", PROCESS_ID),
+        (place.coordinator, "the coordinator's host:port", COORDINATOR),
+    ):
+        if value is None:
+            raise JobError(f"a job of several processes needs {what}; set {name}")
+    assert place.processes is not None and place.process_id is not None and place.coordinator is not None
+    if not 0 <= place.process_id < place.processes:
+        raise JobError(f"{PROCESS_ID} must be from 0 to {place.processes - 1}, not {place.process_id}")
+    if not place.coordinator.rpartition(":")[2].isdigit():
+        raise JobError(f"{COORDINATOR} must be host:port, not {place.coordinator!r}")
+    return place
+
+
+def _connect(place: Place, timeout: float, heartbeat_seconds: float) -> None:
+    """Waits for everyone, then joins JAX's runtime."""
+    assert place.processes is not None and place.process_id is not None and place.coordinator is not None
+    try:
+        call_roll(place.coordinator, place.processes, place.process_id, timeout, bind=os.environ.get(BIND))
+    except MissingProcess as error:
+        raise PeerTimeout(f"the job did not start: {error}") from None
+    # JAX's preemption service would take SIGTERM for a notice and go on.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        place.coordinator,
+        place.processes,
+        place.process_id,
+        local_device_ids=place.local_device_ids,
+        cluster_detection_method="deactivate",
+        initialization_timeout=max(int(timeout), 1),
+        heartbeat_timeout_seconds=int(heartbeat_seconds),
+        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+    )
+
+
+def seconds(name: str, default: float) -> float:
+    """A time from the environment.
+
+    Raises:
+        JobError: the variable is no positive number.
+    """
+    try:
+        value = float(os.environ.get(name) or default)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e9:
+        raise JobError(f"{name}={os.environ[name]!r} must be a positive number of seconds")
+    return value
+
+
+def _number(environment: Mapping[str, str], name: str) -> int | None:
+    text = environment.get(name)
+    if text is None:
+        return None
+    if not text.isdigit() or (name == PROCESSES and not int(text)):
+        raise JobError(f"{name}={text!r} must be a whole number of at least {int(name == PROCESSES)}")
+    return int(text)
