@@ -18,7 +18,7 @@ import tyro
 
 from models.errors import UserError
 from models.options import BenchOptions, DemoOptions, ExplainOptions, GenerateOptions, Options, VerifyOptions
-from models.planning_options import CompileOptions
+from models.planning_options import CompileOptions, PlanOptions
 from models.startup import prepare_devices
 
 COMMANDS: dict[str, type[Options]] = {
@@ -28,6 +28,7 @@ COMMANDS: dict[str, type[Options]] = {
     "bench": BenchOptions,
     "explain": ExplainOptions,
     "compile": CompileOptions,
+    "plan": PlanOptions,
 }
 _COMMAND_LINE = (
     Annotated[DemoOptions, tyro.conf.subcommand("demo")]
@@ -36,6 +37,7 @@ _COMMAND_LINE = (
     | Annotated[BenchOptions, tyro.conf.subcommand("bench")]
     | Annotated[ExplainOptions, tyro.conf.subcommand("explain")]
     | Annotated[CompileOptions, tyro.conf.subcommand("compile")]
+    | Annotated[PlanOptions, tyro.conf.subcommand("plan")]
 )
 
 
