@@ -1,7 +1,7 @@
-# `make demo` and `make test` are the two commands; each builds what it needs into .venv once.
+# `make demo` and `make test` are the two commands; each builds what it needs into .venv once. `make docs` builds docs/.
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types clean FORCE
+.PHONY: demo test lint types docs clean FORCE
 .DEFAULT_GOAL := demo
 
 # Interpreters in order of preference; PYTHON=/path/to/python goes first.
@@ -30,6 +30,9 @@ lint: .venv/installed-test
 
 types: .venv/installed-test
 	.venv/bin/pyright --pythonpath $(VENV_PYTHON)
+
+docs: .venv/installed-test
+	.venv/bin/mkdocs build --strict --quiet --site-dir build/docs
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis

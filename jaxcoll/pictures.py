@@ -5,12 +5,13 @@ Needs matplotlib (extra `plot`), which is imported when something is drawn. Char
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxcoll.explain import Stage
 from jaxcoll.topology import Topology
 
 # Okabe and Ito's palette, which colour-blind readers tell apart; the first eight name ranks, experts or paths.
@@ -126,6 +127,50 @@ def draw_move(
     ax.text(right + _ARROW / 2, middle - 0.2, verb, **verb_style)
     ax.set(xlim=(0, width), ylim=(rows, -_TITLE), aspect="equal")
     ax.axis("off")
+
+
+def draw_stages(stages: Sequence[Stage], topology: Topology, *, title: str = "") -> None:
+    """Draws what every rank holds after each stage of a step: whose rows, whole or an addend.
+
+    A box in a replica's colour holds that replica's rows, a grey one the rows of all; half a box is a piece of them;
+    a hatched one holds addends.
+
+    Args:
+        stages: from `explain.stages`.
+        topology: the step's mesh.
+        title: above the picture.
+    """
+    below, left = len(stages) + 0.2, 4.2
+    width, height = 0.55 * topology.world + 6.3, 0.42 * (below + _TITLE + 0.3)
+    ax = pyplot().figure(figsize=(width, height)).add_axes((0, 0, 1, 1))
+    for rank in range(topology.world):
+        ax.text(rank + 0.5, -0.25, str(rank), ha="center", va="bottom", fontsize=9, color=INK)
+    ax.text(-0.3, -0.25, "rank", ha="right", va="bottom", fontsize=9, color=INK)
+    for row, stage in enumerate(stages):
+        for rank in range(topology.world):
+            _draw_held(ax, rank, row, stage.states, *topology.attention_ranks(rank))
+        ax.text(-0.3, row + 0.5, stage.scope.split("/")[-1], ha="right", va="center", fontsize=10, color=INK)
+        states = ", ".join(stage.states[g][0] for g in ("attn_dp", "attn_tp"))
+        text = f"({states})  {' x '.join(map(str, stage.shape)):<11} {stage.collective}"
+        style = {"family": "monospace", "fontsize": 9.5, "color": INK}
+        ax.text(topology.world + 0.3, row + 0.5, text, ha="left", va="center", **style)
+    ax.text(topology.world / 2, -0.85, title, ha="center", va="bottom", fontsize=11, color=INK)
+    ax.set(xlim=(-left, width / 0.55 - left), ylim=(below, -_TITLE - 0.3))
+    ax.axis("off")
+
+
+def _draw_held(ax: Any, x: float, y: float, states: Mapping[str, str], replica: int, part: int) -> None:
+    """One rank after one stage: `states` over attn_dp and attn_tp."""
+    from matplotlib.patches import Rectangle
+
+    colour = COLOURS[replica % len(COLOURS)] if states["attn_dp"] == "SHARD" else "#999999"
+    left, wide = x + 0.06, 0.88
+    ax.add_patch(Rectangle((left, y + 0.1), wide, 0.8, facecolor="#FFFFFF", edgecolor="#C0C0C0"))
+    if states["attn_tp"] == "SHARD":
+        left, wide = left + part * wide / 2 % wide, wide / 2
+    ax.add_patch(Rectangle((left, y + 0.1), wide, 0.8, facecolor=colour, edgecolor="#FFFFFF", linewidth=0))
+    if "PARTIAL" in states.values():
+        ax.add_patch(Rectangle((left, y + 0.1), wide, 0.8, fill=False, hatch="////", edgecolor="#FFFFFF", linewidth=0))
 
 
 def _draw_cell(ax: Any, x: float, y: float, text: str, colour: str, addend: bool) -> None:
