@@ -82,9 +82,14 @@ def bars(program: jax.stages.Compiled | str, topology: Topology, *, prefix: str 
 def _bar(position: int, scope: str, collectives: Sequence[Collective], topology: Topology) -> Bar:
     if not collectives:
         return Bar("computation", position, position + 1, scope)
-    label = "\n".join(dict.fromkeys(f"{c.kind}({group_name(topology, c.group.split(','))})" for c in collectives))
+    label = "\n".join(dict.fromkeys(f"{c.kind}({_group(c, topology)})" for c in collectives))
     sent = sum(c.wire_bytes for c in collectives)
     return Bar("communication", position, position + 1, scope, label, sent)
+
+
+def _group(collective: Collective, topology: Topology) -> str:
+    axes = collective.group.split(",")
+    return group_name(topology, axes) if set(axes) <= set(topology.axes) else collective.group
 
 
 class _Reader:

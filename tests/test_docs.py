@@ -33,8 +33,7 @@ def test_every_command_exists():
     from models.cli import COMMANDS
 
     text = "".join(page.read_text() for page in [*PAGES, *(ROOT / "notebooks").glob("[0-9]*.md")])
-    blocks = "".join(re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE))
-    commands = set(re.findall(r"`jaxcoll (\w+)", text)) | set(re.findall(r"^jaxcoll (\w+)", blocks, re.MULTILINE))
+    commands = set(re.findall(r"`jaxcoll (\w+)", text)) | set(re.findall(r"^jaxcoll (\w+) .*--", text, re.MULTILINE))
     assert commands and commands <= set(COMMANDS)
 
 
