@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxcoll import hlo
+from jaxcoll import hlo, plots
 from jaxcoll.collectives import declare_partial
 from jaxcoll.combine import Way, combine, combine_impossible
 from jaxcoll.gather import gather, gather_impossible
+from jaxcoll.pictures import pyplot
 from jaxcoll.rows import GatherMode
 from jaxcoll.step import Step, compile_step
 from jaxcoll.topology import Topology
@@ -103,12 +104,21 @@ def main(argv: list[str] | None = None) -> int:
     for name, default in (("attn-dp", 8), ("attn-tp", 1), ("rows", 8), ("width", 4096), ("rounds", ROUNDS)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", metavar="FILE", help="saves a chart of the bytes, such as bytes.png")
     given = parser.parse_args(argv)
+    if given.plot:
+        try:
+            pyplot()  # before anything is measured
+        except ImportError as error:
+            parser.error(str(error))
     if "JAX_PLATFORMS" not in os.environ:  # this package has imported jax already, which reads variables only then
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", given.attn_dp * given.attn_tp)
     records = measure(given.attn_dp, given.attn_tp, given.rows, given.width, given.rounds)
     print(json.dumps(records) if given.json else markdown(records))
+    if given.plot:
+        title = f"{given.attn_dp} x {given.attn_tp} ranks, {given.rows} rows of {4 * given.width:,} bytes per replica"
+        plots.bytes_by_path(records, title=title).figure.savefig(given.plot)
     return 0
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from rich.filesize import decimal
 
 from jaxcoll.pictures import COLOURS, INK, pyplot
 from jaxcoll.timeline import Bar
@@ -97,21 +98,21 @@ def timeline(bars: Sequence[Bar], *, title: str = "", ax: Any = None) -> Any:
         ax: a matplotlib Axes; None makes a figure.
 
     Returns:
-        The Axes.
+        The Axes; collectives are numbered, and listed beside it with their wire bytes per device.
     """
-    ax = ax if ax is not None else _axes(3.6)
+    ax = ax if ax is not None else _axes(2.9, width=10)
     scopes = list(dict.fromkeys(_part(b) for b in bars if b.lane == "computation"))
     colours = {scope: COLOURS[i % len(COLOURS)] for i, scope in enumerate(scopes)}
     for bar in bars:
         lane, length = _LANES.index(bar.lane), bar.end - bar.start
         colour = colours[_part(bar)] if bar.lane == "computation" else "#404040"
         ax.barh(lane, length, left=bar.start, height=0.55, color=colour, edgecolor="white", linewidth=0.4)
-    _label_collectives(ax, [b for b in bars if b.lane == "communication"])
-    for scope, colour in colours.items():
-        ax.barh(1, 0, color=colour, label=scope)
     end = max(bar.end for bar in bars)
-    ax.set(xlim=(-0.01 * end, 1.09 * end), xlabel="position in the schedule [instructions]")
-    ax.set(yticks=(0, 1), yticklabels=_LANES, ylim=(1.5, -1.5))
+    _label_collectives(ax, [b for b in bars if b.lane == "communication"])
+    for part, colour in colours.items():
+        ax.barh(1, 0, color=colour, label=part)
+    ax.set(xlim=(-0.01 * end, 1.01 * end), xlabel="position in the schedule [instructions]")
+    ax.set(yticks=(0, 1), yticklabels=_LANES, ylim=(1.5, -0.9))
     ax.set_title(title, fontsize=11)
     ax.legend(frameon=False, fontsize=9, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     return ax
@@ -153,15 +154,14 @@ def _part(bar: Bar) -> str:
 
 
 def _label_collectives(ax: Any, bars: Sequence[Bar]) -> None:
-    """Writes what each collective is above its lane, in three rows so that neighbours do not touch."""
-    for i, bar in enumerate(bars):
-        at, level = (bar.start + bar.end) / 2, -0.5 - 0.28 * (i % 3)
-        ax.annotate(
-            bar.label, xy=(at, -0.28), xytext=(at, level), ha="center", va="bottom", fontsize=8, color=INK,
-            arrowprops={"arrowstyle": "-", "lw": 0.6, "color": "#808080"},
-        )  # fmt: skip
+    """Numbers the collectives above their lane, and lists them beside the chart."""
+    for number, bar in enumerate(bars, 1):
+        at = (bar.start + bar.end) / 2, -0.42 - 0.2 * (number % 2)
+        ax.text(*at, str(number), ha="center", va="center", fontsize=9, color=INK)
+    lines = [f"{i:>2} {b.label}, {decimal(int(b.wire_bytes))}".replace("\n", "\n   ") for i, b in enumerate(bars, 1)]
+    ax.text(1.02, 0.98, "\n".join(lines), va="top", fontsize=9, color=INK, transform=ax.transAxes)
 
 
-def _axes(height: float) -> Any:
-    _, ax = pyplot().subplots(figsize=(NOTEBOOK_WIDTH, height), layout="constrained")
+def _axes(height: float, width: float = NOTEBOOK_WIDTH) -> Any:
+    _, ax = pyplot().subplots(figsize=(width, height), layout="constrained")
     return ax

@@ -50,7 +50,8 @@ def bars(
     """The entry of a compiled program, instruction by instruction.
 
     A collective that starts and ends in two instructions is one bar from its start to its end. Loops, branches and
-    calls take one position each; one that holds a collective is communication.
+    calls take one position each; one that holds a collective is communication. A collective that XLA kept no name for
+    counts to the scope of what stands before it.
 
     Args:
         program: what `jax.jit(...).lower(...).compile()` returns, or its HLO text.
@@ -67,14 +68,20 @@ def bars(
     reader = _Reader(text, topology.world)
     found: list[Bar] = []
     started: dict[str, int] = {}
+    named = ""
     for line in reader.computations[reader.entry]:
         if done := _DONE.match(line.text, len(line.type) + 1):
             if (at := started.get(done[1])) is not None:
                 found[at] = dataclasses.replace(found[at], end=len(found))
-        elif (path := source_path(line.text) or "").startswith(prefix) and _opcode(line) not in _FREE:
-            scope = "/".join(path.removeprefix(prefix).split("/")[:depth]) or "other"
-            started[line.name] = len(found)
-            found.append(_bar(len(found), scope, _sent(reader, line, topology, machines)))
+        elif _opcode(line) not in _FREE:
+            sent = _sent(reader, line, topology, machines)
+            path = source_path(line.text) or ""
+            named = path or named
+            path = named if sent else path
+            if path.startswith(prefix):
+                scope = "/".join(path.removeprefix(prefix).split("/")[:depth]) or "other"
+                started[line.name] = len(found)
+                found.append(_bar(len(found), scope, sent))
     return found
 
 

@@ -68,7 +68,7 @@ def test_a_timeline_has_two_lanes_and_names_what_communicates():
     ax = plots.timeline(bars, title="t")
     drawn = [(b.get_x(), b.get_width(), round(b.get_y() + b.get_height() / 2)) for c in ax.containers for b in c][:4]
     assert drawn == [(0, 1, 1), (1, 2, 0), (2, 1, 1), (3, 1, 1)]
-    assert texts(ax) == ["all_reduce(attn_tp)"]
+    assert texts(ax) == ["1", " 1 all_reduce(attn_tp), 8 bytes"]
     assert [t.get_text() for t in ax.get_legend().get_texts()] == ["attn", "moe"]
     assert [t.get_text() for t in ax.get_yticklabels()] == ["communication", "computation"]
     assert "[instructions]" in ax.get_xlabel()

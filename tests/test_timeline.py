@@ -35,6 +35,7 @@ ENTRY %main (p: f32[8,4], i: pred[]) -> f32[8,4] {
   %name = f32[8,4] bitcast(%two), metadata={op_name="jit(step)/shard_map/layer.1/moe/dot"}
   %three = f32[8,4] fusion(%p), kind=kLoop, calls=%f, metadata={op_name="jit(step)/shard_map/layer.1/moe/mul"}
   %done = f32[8,4] all-reduce-done(%start)
+  %unnamed = f32[8,4] fusion(%p), kind=kLoop, calls=%f
   %call-start = ((f32[8,4]), f32[8,4]) fusion-start(%done), kind=kCustom, calls=%wrapped
   %call-done = f32[8,4] fusion-done(%call-start)
   %either = f32[8,4] conditional(%i, %p, %p), branch_computations={%branch.a, %branch.b}, metadata={op_name="jit(step)/shard_map/layer.2/moe/cond"}
@@ -49,18 +50,19 @@ def test_a_started_collective_spans_what_is_scheduled_before_its_end():
         Bar("communication", 1, 4, "layer.1", "all_reduce(attn_tp)", 128.0),
         Bar("computation", 2, 3, "layer.1"),
         Bar("computation", 3, 4, "layer.1"),
-        Bar("communication", 4, 5, "other", "all_reduce(attn_dp)", 192.0),
-        Bar("communication", 5, 6, "layer.2", "all_to_all(world)", 112.0),
-        Bar("computation", 6, 7, "other"),
+        Bar("computation", 4, 5, "other"),
+        Bar("communication", 5, 6, "layer.1", "all_reduce(attn_dp)", 192.0),  # unnamed, after layer.1/moe
+        Bar("communication", 6, 7, "layer.2", "all_to_all(world)", 112.0),
+        Bar("computation", 7, 8, "other"),
     ]
 
 
 def test_a_prefix_keeps_one_layer_and_counts_from_its_start():
     found = bars(SCHEDULE, TOPOLOGY, prefix="layer.1/")
     assert [(b.start, b.end, b.scope) for b in found] == [
-        (0, 1, "attn"), (1, 4, "attn.all_reduce"), (2, 3, "moe"), (3, 4, "moe")
+        (0, 1, "attn"), (1, 4, "attn.all_reduce"), (2, 3, "moe"), (3, 4, "moe"), (4, 5, "moe")
     ]  # fmt: skip
-    assert [b.scope for b in bars(SCHEDULE, TOPOLOGY, prefix="layer.1/", depth=2)][-1] == "moe/mul"
+    assert [b.scope for b in bars(SCHEDULE, TOPOLOGY, prefix="layer.1/", depth=2)][-2] == "moe/mul"
 
 
 def test_groups_that_are_no_axes_keep_their_name():
