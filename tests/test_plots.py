@@ -86,10 +86,10 @@ def test_expert_load_colours_by_owner_and_marks_the_mean():
 
 
 def test_on_each_rank_is_in_rank_order():
-    devices = jax.devices()[3::-1]  # rank 0 is the fourth device
-    topology = Topology(2, 2, devices=devices)
-    x = jax.device_put(np.arange(4), topology.sharding(P(("attn_dp", "attn_tp"))))
-    assert [held.tolist() for held in pictures.on_each_rank(x, topology)] == [[0], [1], [2], [3]]
+    whole = P(("attn_dp", "attn_tp"))
+    x = jax.device_put(np.arange(4), Topology(2, 2).sharding(whole))
+    turned = Topology(2, 2, devices=jax.devices()[3::-1])  # rank 0 is the fourth device
+    assert [held.tolist() for held in pictures.on_each_rank(x, turned)] == [[3], [2], [1], [0]]
 
 
 def test_a_move_writes_every_number_in_the_colour_of_its_rank():
