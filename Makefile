@@ -1,7 +1,7 @@
-# `make demo` and `make test` are the two commands; each builds what it needs into .venv once.
+# `make demo` and `make test` are the two commands; each builds what it needs into .venv once. `make docs` builds docs/.
 
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types clean FORCE
+.PHONY: demo test lint types docs clean FORCE
 .DEFAULT_GOAL := demo
 
 # Interpreters in order of preference; PYTHON=/path/to/python goes first.
@@ -23,13 +23,16 @@ demo: .venv/installed-demo
 	.venv/bin/jaxcoll demo
 
 test: .venv/installed-test
-	$(VENV_PYTHON) -m pytest $(PYTEST_ARGS)
+	$(VENV_PYTHON) -m pytest -n auto --dist worksteal $(PYTEST_ARGS)
 
 lint: .venv/installed-test
 	.venv/bin/ruff check .
 
 types: .venv/installed-test
 	.venv/bin/pyright --pythonpath $(VENV_PYTHON)
+
+docs: .venv/installed-test
+	.venv/bin/mkdocs build --strict --quiet --site-dir build/docs
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis

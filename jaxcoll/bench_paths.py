@@ -21,13 +21,14 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxcoll import hlo
+from jaxcoll import hlo, plots
 from jaxcoll.collectives import declare_partial
 from jaxcoll.combine import Way, combine, combine_impossible
 from jaxcoll.dispatch import DispatchSpec, dispatch
 from jaxcoll.dispatch import combine as combine_home
 from jaxcoll.gather import gather, gather_impossible
 from jaxcoll.level import Mode
+from jaxcoll.pictures import pyplot
 from jaxcoll.rows import GatherMode
 from jaxcoll.split import join_rows, split_rows
 from jaxcoll.step import Step, compile_step
@@ -137,13 +138,22 @@ def main(argv: list[str] | None = None) -> int:
     for name, default in (*shape, ("rounds", ROUNDS), ("experts", EXPERTS), ("topk", TOPK)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--plot", metavar="FILE", help="saves a chart of the bytes, such as bytes.png")
     given = parser.parse_args(argv)
+    if given.plot:
+        try:
+            pyplot()  # before anything is measured
+        except ImportError as error:
+            parser.error(str(error))
     if "JAX_PLATFORMS" not in os.environ:  # this package has imported jax already, which reads variables only then
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", given.attn_dp * given.attn_tp)
     routing = {"experts": given.experts, "topk": given.topk}
     records = measure(given.attn_dp, given.attn_tp, given.rows, given.width, given.rounds, **routing)
     print(json.dumps(records) if given.json else markdown(records))
+    if given.plot:
+        title = f"{given.attn_dp} x {given.attn_tp} ranks, {given.rows} rows of {4 * given.width:,} bytes per replica"
+        plots.bytes_by_path(records, title=title).figure.savefig(given.plot)
     return 0
 
 

@@ -213,16 +213,13 @@ class Combining:
 
 def host_axes(topology: Topology) -> tuple[Group, str]:
     """The leading axes of moe_ep that tell its devices' hosts apart, or (); with the reason in one sentence."""
-    ep = topology.group("moe_ep")
-    hosts = [d.process_index for d in topology.mesh.devices.flat]
-    if len(set(hosts)) == 1:
-        return (), "all devices belong to one host"
+    ep, hosts = topology.group("moe_ep"), topology.hosts
+    if hosts == 1:
+        return (), "all devices belong to one host, or their hosts hold no equal blocks of ranks"
     for cut in range(1, len(ep)):
-        members = len(hosts) // topology.size(ep[:cut])
-        blocks = [set(hosts[i : i + members]) for i in range(0, len(hosts), members)]
-        if len(blocks) == len(set(hosts)) and all(len(b) == 1 for b in blocks):
-            return ep[:cut], f"({', '.join(ep[:cut])}) tells {len(blocks)} hosts apart"
-    return (), f"no leading axes of ({', '.join(ep)}) tell the {len(set(hosts))} hosts apart"
+        if topology.size(ep[:cut]) == hosts:
+            return ep[:cut], f"({', '.join(ep[:cut])}) tells {hosts} hosts apart"
+    return (), f"no leading axes of ({', '.join(ep)}) tell the {hosts} hosts apart"
 
 
 def dispatch(

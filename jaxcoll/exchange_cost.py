@@ -73,11 +73,12 @@ def exchange_transfers(
     there, home = row_bytes(resolve(plan.exchange.wire, shapes.dtype, shapes.width), shapes.width)
     moved = []
     for levels in _waves(topology, plan, shapes, transport, plan.exchange.hosts if hosts is None else hosts):
-        rows = own * topology.moe_tp
+        rows, back = own * topology.moe_tp, []
         for level in levels:
             moved += _out(level, topology, shapes, rows, real, there)
-            moved += _sent(level, topology, shapes, rows, real, home, "combine", True)
+            back = _sent(level, topology, shapes, rows, real, home, "combine", True) + back
             rows *= level.ranks
+        moved += back
     shared = 2 * shapes.choices * _INT  # ids and weights go with the rows
     spread = own * (shapes.row_bytes + shared)
     before = transfer("all_gather", moe_tp, topology, spread, spread * topology.moe_tp, "dispatch")

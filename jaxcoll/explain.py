@@ -57,7 +57,7 @@ def stages(traced: Any, topology: Topology, prefix: str) -> list[Stage]:
         collective = found[scope].collective if scope in found else ""
         if axes := collective_axes(eqn):
             verb = _VERBS.get(eqn.primitive.name, eqn.primitive.name)
-            collective = "; ".join(filter(None, [collective, f"{verb}({_group_name(topology, axes)})"]))
+            collective = "; ".join(filter(None, [collective, f"{verb}({group_name(topology, axes)})"]))
         states = {g: _state(aval, topology.group(g)) for g in _GROUPS}
         found[scope] = Stage(scope, tuple(aval.shape), str(aval.dtype), states, collective)
     return list(found.values())
@@ -70,7 +70,7 @@ def _mapped_equations(jaxpr: Any) -> Iterator[Any]:
             yield from body.eqns if eqn.primitive.name == "shard_map" else _mapped_equations(body)
 
 
-def _group_name(topology: Topology, axes: Collection[str]) -> str:
+def group_name(topology: Topology, axes: Collection[str]) -> str:
     """The topology's name for these axes, or the axes themselves where no group has exactly them."""
     ordered = tuple(a for a in topology.axes if a in axes)
     named = (name for name in _NAMED if topology.group(name) == ordered)

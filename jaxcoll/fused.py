@@ -6,6 +6,7 @@ caller's. Source: communication semantics, section 6 (FuseEP: one call, complete
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -75,19 +76,25 @@ def fused_moe(
     cuts = wave_cuts(local, default_waves(local) if waves is None else waves)
     rows, ids, weights = rows_of_moe_tp(hidden, topk_ids, topk_weights, spec, count)
     check_row_numbers("fused_moe (its results)", {"T": ids.shape[0], "K": ids.shape[1], "waves": len(cuts)})
-    sent = _depart(rows, ids, weights, spec, local, cuts[0])
+    depart = functools.partial(_depart, rows, ids, weights, spec, local)
+    return combine_finish(*_in_waves(depart, functools.partial(experts, expert_weights), cuts, spec))
+
+
+def _in_waves(depart: Callable, experts: Callable, cuts: list[tuple[int, int]], spec: DispatchSpec) -> list[Combining]:
+    """Every wave's results on their way home: the next wave leaves before this one computes."""
+    sent = depart(cuts[0])
     home: list[Combining] = []
     for i, cut in enumerate(cuts):
-        following = _depart(rows, ids, weights, spec, local, cuts[i + 1]) if i + 1 < len(cuts) else None
+        following = depart(cuts[i + 1]) if i + 1 < len(cuts) else None
         received, handle = dispatch_finish(sent)
         with jax.named_scope(f"wave.{i}"):
-            y = experts(expert_weights, received, cut)
+            y = experts(received, cut)
         if home:
             home[-1], y = meanwhile(home[-1], y)
         if following is not None:
             sent, y = meanwhile(following, y)
         home.append(combine_start(declare_partial(y, spec.moe_tp), handle))
-    return combine_finish(*home)
+    return home
 
 
 def default_waves(local_experts: int) -> int:

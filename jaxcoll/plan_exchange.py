@@ -81,7 +81,7 @@ def compiler_options(topology: Topology, exchange: Exchange | None) -> dict[str,
     if exchange is None or topology.mesh.devices.flat[0].platform == "cpu":
         return {}
     options = {"xla_gpu_enable_latency_hiding_scheduler": True}
-    if len({device.process_index for device in topology.mesh.devices.flat}) > 1:
+    if topology.hosts != 1:
         options["xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer"] = False
     return options
 

@@ -99,11 +99,10 @@ def compile_step(
         PeerTimeout: another process does not come.
         StateError: the audit refuses the program, or a verb refused a state while it was traced.
     """
-    mapped = jax.shard_map(fn, mesh=topology.mesh, in_specs=tuple(in_specs), out_specs=out_specs)
     placed = [_placed(arg, spec, topology) for arg, spec in zip(args, in_specs, strict=True)]
-    traced = jax.jit(mapped, donate_argnums=donate_argnums).trace(*placed)
-    audit(traced)
-    lowered, options = traced.lower(), (compiler_options,) if compiler_options else ()
+    mapped = jax.shard_map(fn, mesh=topology.mesh, in_specs=tuple(in_specs), out_specs=out_specs)
+    audit(traced := jax.jit(mapped, donate_argnums=donate_argnums).trace(*placed))
+    lowered, options = traced.lower(), [compiler_options] if compiler_options else []
     fingerprint = agree_on_program(name, topology, traced, lowered, placed)
     compiled = compiler(lowered, *options) if compiler else lowered.compile(*options)
     agree(f"the first run of {name}", {}, timeout=COMPILE_SECONDS)

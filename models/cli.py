@@ -29,7 +29,7 @@ from models.options import (
     Options,
     VerifyOptions,
 )
-from models.planning_options import CompileOptions
+from models.planning_options import CompileOptions, PlanOptions
 from models.startup import join_job, prepare_devices
 
 COMMANDS: dict[str, type[Options]] = {
@@ -40,6 +40,7 @@ COMMANDS: dict[str, type[Options]] = {
     "bench-collectives": BenchCollectivesOptions,
     "explain": ExplainOptions,
     "compile": CompileOptions,
+    "plan": PlanOptions,
     "launch": LaunchOptions,
 }
 _COMMAND_LINE = (
@@ -50,6 +51,7 @@ _COMMAND_LINE = (
     | Annotated[BenchCollectivesOptions, tyro.conf.subcommand("bench-collectives")]
     | Annotated[ExplainOptions, tyro.conf.subcommand("explain")]
     | Annotated[CompileOptions, tyro.conf.subcommand("compile")]
+    | Annotated[PlanOptions, tyro.conf.subcommand("plan")]
     | Annotated[LaunchOptions, tyro.conf.subcommand("launch")]
 )
 

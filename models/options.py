@@ -58,7 +58,7 @@ def _is_number_list(value: object) -> bool:
 
 _SIZE = PrimitiveConstructorSpec(1, "N", _size, lambda v: isinstance(v, int), lambda v: [str(v)])
 _OPTIONAL_SIZE = PrimitiveConstructorSpec(1, "N", _size, lambda v: v is None or isinstance(v, int), lambda v: [str(v)])
-_NUMBERS = PrimitiveConstructorSpec(1, "N,N,...", _number_list, _is_number_list, lambda v: [",".join(map(str, v))])
+NUMBERS = PrimitiveConstructorSpec(1, "N,N,...", _number_list, _is_number_list, lambda v: [",".join(map(str, v))])
 _OPTIONAL_NUMBERS = PrimitiveConstructorSpec(
     1, "N,N,...", _number_list, lambda v: v is None or _is_number_list(v), lambda v: [str(v)]
 )
@@ -267,7 +267,7 @@ class GenerateOptions(RunOptions):
     checkpoint_dir: Annotated[Positional[Folder], arg(metavar="CHECKPOINT_DIR")]
     """folder with config.json and the safetensors"""
     paths: OmitArgPrefixes[PathOptions] = dataclasses.field(default_factory=PathOptions, kw_only=True)
-    prompt_ids: UseAppendAction[tuple[Annotated[tuple[int, ...], _NUMBERS], ...]] = ()
+    prompt_ids: UseAppendAction[tuple[Annotated[tuple[int, ...], NUMBERS], ...]] = ()
     """Token ids of one prompt, such as 5,17,9; repeat the option for more prompts."""
     max_new_tokens: Size = 8
     """Tokens to generate for each prompt."""
@@ -347,7 +347,7 @@ class ExplainOptions(RunOptions):
 class BenchCollectivesOptions(MeshOptions):
     """Time every verb over every group, and fit alpha and bandwidth."""
 
-    sizes: Annotated[tuple[int, ...], _NUMBERS] = (4096, 16384, 65536, 262144, 1048576, 4194304)
+    sizes: Annotated[tuple[int, ...], NUMBERS] = (4096, 16384, 65536, 262144, 1048576, 4194304)
     """Bytes of the full buffer on one device, at least two sizes."""
     rounds: Size = 20
     """Timed runs of each program, after three others."""

@@ -2,12 +2,13 @@
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Annotated, Literal
 
 from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 
 from models.errors import UserError
-from models.options import OptionalSize, Options, PathOptions, Size, TopologySizes
+from models.options import NUMBERS, OptionalSize, Options, PathOptions, Size, TopologySizes
 
 Target = Literal["h100", "h200", "b200"]
 
@@ -80,6 +81,44 @@ class CompileOptions(Options):
 
     def check(self) -> None:
         _ = self.compiler_options
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanOptions(Options):
+    """Rank topologies and paths of jobs on GPUs that need not be here by the step time that HBM, tensor cores and links
+    allow, and say what bounds each. Nothing is compiled, run or measured."""
+
+    model: Annotated[Positional[str], arg(metavar="MODEL")]
+    """flash, pro, tiny, a config.json or a folder with one"""
+    target: Target = "h200"
+    """GPUs of the job."""
+    gpus: Annotated[tuple[int, ...], NUMBERS] = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+    """Sizes of the job."""
+    gpus_per_host: Size = 8
+    """GPUs of one machine, joined by NVLink."""
+    tokens_per_gpu: Annotated[tuple[int, ...], NUMBERS] = (1, 8, 64)
+    """Rows that each GPU decodes."""
+    context: Size = 8192
+    """Positions that each request has behind it."""
+    network: Literal["connectx7", "connectx8"] = "connectx7"
+    """Network card of each GPU."""
+    imbalance: float = 1.0
+    """How many times the mean the busiest GPU's experts get; 1 is an even load."""
+    top: Size = 3
+    """Candidates to show of each job."""
+    plot: Path | None = None
+    """Draw the best candidates into this file (needs the extra `plot`)."""
+    json: bool = False
+    """Print the result as JSON."""
+
+    def check(self) -> None:
+        for name, numbers in (("--gpus", self.gpus), ("--tokens-per-gpu", self.tokens_per_gpu)):
+            if not numbers or 0 in numbers:
+                raise UserError(f"{name} must be numbers from 1 on, not {','.join(map(str, numbers))}")
+        if not 1 <= self.imbalance < math.inf:
+            raise UserError(f"--imbalance must be a number from 1 on, not {self.imbalance}")
+        if self.plot and self.plot.suffix not in (".png", ".svg", ".pdf"):
+            raise UserError(f"--plot must name a .png, .svg or .pdf file, not {str(self.plot)!r}")
 
 
 def _compiler_option(text: str) -> tuple[str, bool | int | str]:

@@ -1,8 +1,10 @@
 """The benchmark of the ways runs every possible cell and reports the bytes that formulas give; no time is judged."""
 
+import sys
+
 import pytest
 
-from jaxcoll.bench_paths import markdown, measure
+from jaxcoll.bench_paths import main, markdown, measure
 
 
 @pytest.mark.parametrize(
@@ -19,3 +21,20 @@ def test_every_possible_cell_is_measured(mesh, cells):
     assert equal["ratio"] == 1.0
     assert all(r["ms"] > 0 for r in records)
     assert markdown(records).count("\n") == len(records) + 1
+
+
+def test_the_command_prints_the_table_and_saves_the_chart(tmp_path, capsys):
+    words = ["--attn-dp", "2", "--rows", "2", "--width", "8", "--rounds", "1", "--plot", str(tmp_path / "bytes.png")]
+    assert main(words) == 0
+    assert capsys.readouterr().out.count("\n") == 9
+    assert (tmp_path / "bytes.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_chart_without_matplotlib_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as left:
+        main(["--plot", str(tmp_path / "bytes.png")])
+    shown = capsys.readouterr()
+    assert (left.value.code, shown.out) == (2, "")
+    assert "pictures need matplotlib: pip install 'jaxcoll[plot]'" in shown.err
+    assert list(tmp_path.iterdir()) == []

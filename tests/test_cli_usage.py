@@ -79,7 +79,7 @@ def test_sizes_that_were_not_given_follow_from_those_that_were(options, sizes):
     assert options.sizes.world == sizes[0] * sizes[1]
 
 
-COMMANDS = "one of the commands demo, verify, generate, bench, bench-collectives, explain, compile, launch"
+COMMANDS = "one of the commands demo, verify, generate, bench, bench-collectives, explain, compile, plan, launch"
 MISUSES = {
     "": f"{COMMANDS}, and none was given",
     "frobnicate": f"{COMMANDS}, not 'frobnicate'",

@@ -250,18 +250,17 @@ def test_hosts_are_found_by_their_processes():
         def __init__(self, number, per_host):
             self.id, self.process_index = number, number // per_host
 
-    def fake(topology, per_host):
-        object.__setattr__(topology, "mesh", type("M", (), {})())
-        grid = np.array([Device(i, per_host) for i in range(topology.world)], object)
-        topology.mesh.devices = grid.reshape(tuple(topology.axes.values()))
-        return topology
+    def found(attn_dp, attn_tp, moe_ep, per_host):
+        devices = [Device(i, per_host) for i in range(attn_dp * attn_tp)]
+        return host_axes(Topology(attn_dp, attn_tp, moe_ep, devices=devices))
 
-    assert host_axes(fake(Topology(2, 4), 4)) == (DP, "(attn_dp) tells 2 hosts apart")
-    assert host_axes(fake(Topology(2, 4), 8)) == ((), "all devices belong to one host")
-    axes, reason = host_axes(fake(Topology(4, 2), 4))
-    assert (axes, reason) == ((), "no leading axes of (attn_dp, attn_tp) tell the 2 hosts apart")
-    assert host_axes(fake(Topology(8, 2, 4), 8))[0] == ()  # moe_ep = attn_dp_outer alone
-    assert host_axes(fake(Topology(2, 6, 4), 6))[0] == DP
+    assert found(2, 4, 8, 4) == (DP, "(attn_dp) tells 2 hosts apart")
+    assert found(2, 4, 8, 8) == ((), "all devices belong to one host, or their hosts hold no equal blocks of ranks")
+    assert found(4, 2, 8, 4) == (("attn_dp_outer",), "(attn_dp_outer) tells 2 hosts apart")
+    assert found(8, 2, 4, 8)[0] == ("attn_dp_outer",)  # moe_ep = attn_dp_outer, attn_dp_middle
+    assert found(2, 6, 4, 6)[0] == DP
+    axes, reason = found(2, 3, 6, 2)
+    assert (axes, reason) == ((), "no leading axes of (attn_dp, attn_tp) tell the 3 hosts apart")
 
 
 @pytest.mark.parametrize(

@@ -298,8 +298,8 @@ def test_at_tiny_shapes_each_weight_is_read_once():
 
 
 def test_blocks_hold_every_row_and_little_more():
-    sizes = [block_rows(rows) for rows in (0.25, 1, 1.99, 2, 4, 5, 8, 16, 32, 2048)]
-    assert sizes == [1, 1, 1, 3, 6, 7, 8, 24, 48, 512]
+    sizes = [block_rows(rows) for rows in (0.25, 1, 2.99, 3, 4, 5, 8, 16, 32, 2048)]
+    assert sizes == [1, 1, 1, 4, 6, 7, 8, 24, 48, 512]
     for rows, local, size, wanted in (
         (6, 24, 1, 6),
         (6, 24, 8, 6),

@@ -9,7 +9,7 @@ import jax
 from rich.console import Console
 
 from jaxcoll.bench_collectives import Measurement, Report, measure
-from jaxcoll.plots import PlotError, check_plot, save_collectives_plot
+from jaxcoll.collectives_plot import PlotError, check_plot, save_collectives_plot
 from jaxcoll.topology import Topology
 from models.deepseek_v4 import report
 from models.errors import UserError

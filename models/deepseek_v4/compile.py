@@ -91,7 +91,7 @@ def _layer_record(
         ],
         "memory": {
             "weights": layer_weight_bytes(program.layer, topology),
-            "caches": cache_bytes(one, topology, plan.rows.rows, options.context),
+            "caches": cache_bytes(one, plan.rows.rows, options.context),
             "temporaries": compiled.memory_analysis().temp_size_in_bytes,  # pyright: ignore[reportOptionalMemberAccess]
             "model_weights": whole.weights,
             "model_caches": whole.caches,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxcoll.linear import partition_specs
-from jaxcoll.plan import LayerPlan
+from jaxcoll.plan import LayerPlan, SharedExpert
 from jaxcoll.rows import RowPlan
 from jaxcoll.topology import Topology
 from models.deepseek_v4.cache import cache_shapes
@@ -37,14 +38,15 @@ class ExpertLoad:
     experts_hit: int
 
 
-def expert_load(config: Config, topology: Topology, tokens: int, plan: RowPlan) -> ExpertLoad:
+def expert_load(config: Config, topology: Topology, tokens: int, plan: RowPlan, imbalance: float = 1.0) -> ExpertLoad:
     """What `tokens` real rows of the whole world mean for one device.
 
     Args:
         plan: whose static shapes choose the block's rows.
+        imbalance: how many times the mean this device gets.
     """
     ep, local = topology.world // topology.moe_tp, config.n_routed_experts * topology.moe_tp // topology.world
-    rows = tokens * config.num_experts_per_tok / ep
+    rows = imbalance * tokens * config.num_experts_per_tok / ep
     flops = rows * 6 * config.hidden_size * config.moe_intermediate_size / topology.moe_tp
     shaped = plan.rows * topology.attn_dp
     size = block_rows(shaped * config.num_experts_per_tok / config.n_routed_experts)
@@ -71,20 +73,56 @@ def _shard_bytes(x: Any, spec: Any, topology: Topology) -> int:
     return x.size // cut * x.dtype.itemsize
 
 
-def cache_bytes(config: Config, topology: Topology, slots: int, context: int) -> int:
+def cache_bytes(config: Config, slots: int, context: int) -> int:
     """Bytes of all layers' caches on one device, for `slots` requests of `context` positions on each replica."""
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache_shapes(config, slots, context)))
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerWeights:
+    """Bytes of weights on one device.
+
+    Attributes:
+        routed: of one layer's routed experts.
+        experts: how many of them this device owns.
+        embedding: the token table, of which a step reads a few rows.
+    """
+
+    routed: int
+    experts: int
+    embedding: int
+
+
+def weights_of(config: Config, topology: Topology) -> LayerWeights:
+    """What of a device's weights a step does not read as a whole."""
+    item = jnp.dtype(config.torch_dtype).itemsize
+    own = 3 * config.hidden_size * config.moe_intermediate_size // topology.moe_tp * item
+    experts = config.n_routed_experts * topology.moe_tp // topology.world
+    return LayerWeights(experts * own, experts, config.vocab_size * config.hidden_size * item)
+
+
 def model_bytes(config: Config, topology: Topology, plan: LayerPlan, context: int) -> Held:
     """What one device holds of the whole model: every layer, embedding, head; a request's caches for every row."""
-    dtype = jnp.dtype(config.torch_dtype)
-    weights, known = 0, {}
-    for i in range(config.num_hidden_layers):
-        kind = config.attention_kind(i), config.compress_ratios[i], config.routing_kind(i)
-        if kind not in known:
-            known[kind] = layer_weight_bytes(Layer(config, i, topology, dtype, plan.shared_expert), topology)
-        weights += known[kind]
-    table = config.vocab_size * config.hidden_size * dtype.itemsize
+    item = jnp.dtype(config.torch_dtype).itemsize
+    table = config.vocab_size * config.hidden_size * item
     head = -(-table // topology.size(topology.group(plan.head)))
-    return Held(weights + table + head, cache_bytes(config, topology, plan.rows.rows, context))
+    weights = _layers_weight_bytes(config, topology, plan.shared_expert) + table + head
+    return Held(weights, plan.rows.rows * _slot_bytes(config, context))
+
+
+@functools.lru_cache(maxsize=512)
+def _layers_weight_bytes(config: Config, topology: Topology, shared: SharedExpert) -> int:
+    """All layers' weights on one device; layers of a kind have equally many."""
+    dtype, known, total = jnp.dtype(config.torch_dtype), {}, 0
+    for i in range(config.num_hidden_layers):
+        kind = config.compress_ratios[i], config.routing_kind(i)
+        if kind not in known:
+            known[kind] = layer_weight_bytes(Layer(config, i, topology, dtype, shared), topology)
+        total += known[kind]
+    return total
+
+
+@functools.lru_cache(maxsize=64)
+def _slot_bytes(config: Config, context: int) -> int:
+    """All layers' caches of one request."""
+    return cache_bytes(config, 1, context)

@@ -45,29 +45,34 @@ def decode_in_halves(
     a, b = (_Half.of(h, streams, rows, bridge) for h in (0, 1))
     after = []
     for layer, cache in zip(layers, caches, strict=True):
-        with scope(layer.name):
-            x, cache = a.attend(layer, cache)
-        if layer is not layers[0]:
-            x = b.travel_home(under=x)
-            b.come_home()
-        with scope(layer.name):
-            a.send(x)
-            x, cache = b.attend(layer, cache)
-            x = a.travel(under=x)
-            b.send(x)
-            y = a.at_experts()
-            y = b.travel(under=y)
-            a.go_home(y)
-            y = b.at_experts()
-            y = a.travel_home(under=y)
-            b.go_home(y)
-            a.come_home()
-        after.append(cache)
+        after.append(_one_layer(a, b, layer, cache, first=layer is layers[0]))
     b.come_home()
     entered = [_joined(*pair, rows) for pair in zip(a.entered, b.entered, strict=True)]
     entered.append(_joined(a.streams, b.streams, rows))
     pairs = zip(a.passed, b.passed, strict=True)
     return after, entered, [{name: _joined(one[name], other[name], rows) for name in one} for one, other in pairs]
+
+
+def _one_layer(a: _Half, b: _Half, layer: Layer, cache: LayerCache, *, first: bool) -> LayerCache:
+    """Both halves through a layer, except that B's results are still on their way home."""
+    with scope(layer.name):
+        x, cache = a.attend(layer, cache)
+    if not first:
+        x = b.travel_home(under=x)
+        b.come_home()
+    with scope(layer.name):
+        a.send(x)
+        x, cache = b.attend(layer, cache)
+        x = a.travel(under=x)
+        b.send(x)
+        y = a.at_experts()
+        y = b.travel(under=y)
+        a.go_home(y)
+        y = b.at_experts()
+        y = a.travel_home(under=y)
+        b.go_home(y)
+        a.come_home()
+    return cache
 
 
 @dataclasses.dataclass
