@@ -101,12 +101,14 @@ def test_a_name_that_is_impossible_is_refused_with_the_reason(topology, row, cho
         (4, "low_latency", 2**16, 2**15 * 2 * 6),  # with those of the rank that shares its experts
         (4, "normal", 2**16, 2**15 * 2 * 4),  # once per destination rank, of which there are four
         (8, "normal", 2**17, 2**16 * 6),
+        (8, "waves", 2**15, 2**14 * 6 * 4),  # once per expert, and room for them all in each of four waves
     ],
 )
 def test_offsets_of_the_largest_array_must_be_int32(moe_ep, mode, rows, copies):
     row = RowShape(8192, "bfloat16", 6)
-    assert plan(gpus(moe_ep=moe_ep), row, rows // 2, dispatch=mode).kernels.path == "pallas"
-    kernels = plan(gpus(moe_ep=moe_ep), row, rows, dispatch=mode).kernels
+    asked = {"moe_backend": "fused"} if mode == "waves" else {"dispatch": mode}
+    assert plan(gpus(moe_ep=moe_ep), row, rows // 2, **asked).kernels.path == "pallas"
+    kernels = plan(gpus(moe_ep=moe_ep), row, rows, **asked).kernels
     assert kernels.path == "xla"
     assert kernels.obstacle == f"an array of {copies * 8192} elements passes the kernels' int32 offsets"
 
