@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from jaxcoll.fused import MOST_WAVES
 from jaxcoll.hand_over import PlanError
 from jaxcoll.plan_exchange import Exchange
 from jaxcoll.settings import Settings
@@ -95,9 +96,13 @@ def _obstacle(
 
 
 def _most_rows(topology: Topology, exchange: Exchange, rows: int, fanout: int) -> int:
-    """Rows of the largest array that a kernel reads or writes: copies in packed order (level.Level.capacities)."""
+    """At most how many rows the largest array of a kernel has: copies in packed order (level.Level.capacities).
+
+    Results of all waves come home before they are added up, so those of the first level count once per wave.
+    """
     own = chunk_rows(rows, topology.attn_tp) * topology.moe_tp
     hosts = topology.size(exchange.hosts)
     ranks = topology.world // topology.moe_tp // hosts
     copies = own * hosts * (min(fanout, ranks) if exchange.mode == "normal" else fanout)
-    return max(own * min(fanout, hosts), copies)
+    first_level = copies if hosts == 1 else own * min(fanout, hosts)
+    return max(copies, first_level * (MOST_WAVES if exchange.overlap == "waves" else 1))

@@ -30,7 +30,7 @@ NO_GPU = "the device is cpu (cpu), and the kernels are for Hopper and Blackwell 
 WITHOUT = """
 import builtins, sys
 OURS = {"models", "jaxcoll", "pallas_kernels"}
-ALLOWED = OURS | {"jax", "flax", "numpy", "chex"} | set(sys.stdlib_module_names)
+ALLOWED = OURS | {"jax", "jaxlib", "flax", "numpy", "chex"} | set(sys.stdlib_module_names)
 find = builtins.__import__
 def few_only(name, globals=None, *more, **named):
     if ((globals or {}).get("__name__") or "").split(".")[0] in OURS and name.split(".")[0] not in ALLOWED:

@@ -15,6 +15,7 @@ from models import cli
 PRO = RowShape(7168, "bfloat16", 6)
 A_CPU = "the device is cpu (cpu), and the kernels are for Hopper and Blackwell GPUs"
 NO_KERNELS = "the gather backend packs no rows and adds none up: only an all_to_all has kernels"
+GATHER_NAMED = "gather was asked for, which exchanges no rows; name moe_backend all_to_all or fused"
 
 
 @functools.cache
@@ -84,7 +85,7 @@ def test_interpretation_alone_changes_nothing():
         (Topology(4, 2), PRO, {"pallas_interpret": True}, "run on one device only, and this mesh has 8"),
         (Topology(), RowShape(96, "float32", 2), {"pallas_interpret": True}, "rows have 96 channels, and"),
         (Topology(4, 2), None, {}, A_CPU),
-        (Topology(4, 2), PRO, {"moe_backend": "gather"}, NO_KERNELS),
+        (Topology(4, 2), PRO, {"moe_backend": "gather"}, GATHER_NAMED),
     ],
 )
 def test_a_name_that_is_impossible_is_refused_with_the_reason(topology, row, choices, obstacle):
@@ -100,12 +101,14 @@ def test_a_name_that_is_impossible_is_refused_with_the_reason(topology, row, cho
         (4, "low_latency", 2**16, 2**15 * 2 * 6),  # with those of the rank that shares its experts
         (4, "normal", 2**16, 2**15 * 2 * 4),  # once per destination rank, of which there are four
         (8, "normal", 2**17, 2**16 * 6),
+        (8, "waves", 2**15, 2**14 * 6 * 4),  # once per expert, and room for them all in each of four waves
     ],
 )
 def test_offsets_of_the_largest_array_must_be_int32(moe_ep, mode, rows, copies):
     row = RowShape(8192, "bfloat16", 6)
-    assert plan(gpus(moe_ep=moe_ep), row, rows // 2, dispatch=mode).kernels.path == "pallas"
-    kernels = plan(gpus(moe_ep=moe_ep), row, rows, dispatch=mode).kernels
+    asked = {"moe_backend": "fused"} if mode == "waves" else {"dispatch": mode}
+    assert plan(gpus(moe_ep=moe_ep), row, rows // 2, **asked).kernels.path == "pallas"
+    kernels = plan(gpus(moe_ep=moe_ep), row, rows, **asked).kernels
     assert kernels.path == "xla"
     assert kernels.obstacle == f"an array of {copies * 8192} elements passes the kernels' int32 offsets"
 
@@ -113,8 +116,10 @@ def test_offsets_of_the_largest_array_must_be_int32(moe_ep, mode, rows, copies):
 def test_named_kernels_bring_their_backend_and_say_so():
     named = plan(gpus(), kernels="pallas", moe_backend="auto")
     assert (named.backend, named.shared_expert) == ("all_to_all", "replicated_local")
-    assert named.rows.reason == "the named pallas kernels need an all_to_all"
-    with pytest.raises(PlanError, match="gather max_len is impossible here because an all_to_all is what the named"):
+    assert named.rows.reason == "kernels pallas needs it"
+    with pytest.raises(
+        PlanError, match="gather max_len is impossible here because an all_to_all is what kernels pallas needs"
+    ):
         plan(gpus(), kernels="pallas", moe_backend="auto", gather="max_len")
     assert plan(gpus(), moe_backend="auto").kernels.reason == NO_KERNELS
     assert plan(gpus(), moe_backend="gather", kernels="xla").kernels.path == "xla"
@@ -131,7 +136,7 @@ def test_other_kernels_are_another_program():
     ("words", "reason"),
     [
         ([str(WIDE), "--attn-dp", "1"], A_CPU),
-        ([str(WIDE), "--moe-backend", "gather"], NO_KERNELS),
+        ([str(WIDE), "--moe-backend", "gather"], GATHER_NAMED),
         ([str(ODD), "--attn-dp", "1", "interpreted"], "rows have 96 channels, and the kernels take multiples of 256"),
         (
             [str(WIDE), "--attn-dp", "2", "interpreted"],
