@@ -6,6 +6,7 @@ debug mode asks for it. With one process nothing happens at all.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -50,7 +51,13 @@ class Cost:
     waited: float
 
 
-costs: list[Cost] = []  # one for every agreement so far, in order
+costs: collections.deque[Cost] = collections.deque(maxlen=1024)  # of the latest agreements
+_count = 0  # agreements so far
+
+
+def agreements() -> int:
+    """How many there have been in this process."""
+    return _count
 
 
 def agree(what: str, items: Mapping[str, str], *, timeout: float = AGREE_SECONDS, began: float | None = None) -> None:
@@ -70,17 +77,19 @@ def agree(what: str, items: Mapping[str, str], *, timeout: float = AGREE_SECONDS
     """
     if not coordination.in_a_job():
         return
+    global _count
     start = time.perf_counter()
-    folder, mine = f"{_FOLDER}/{len(costs)}", coordination.process_index()
+    folder, mine = f"{_FOLDER}/{_count}", coordination.process_index()
     said = {_WHAT: what} | {name: _short(value) for name, value in items.items()}
     coordination.put(f"{folder}/{mine}", json.dumps(said))
     asked = time.perf_counter()
     found = _everyone(folder, what, timeout)
     came = time.perf_counter()
     costs.append(Cost(what, own=asked - (began or start), waited=came - asked))
+    _count += 1
     _compare({int(rank): json.loads(text) for rank, text in found.items()})
-    if mine == 0 and len(costs) > 1:
-        coordination.drop(f"{_FOLDER}/{len(costs) - 2}")  # who is here has read the one before
+    if mine == 0 and _count > 1:
+        coordination.drop(f"{_FOLDER}/{_count - 2}")  # who came to this one has read the one before
 
 
 def _everyone(folder: str, what: str, timeout: float) -> dict[str, str]:

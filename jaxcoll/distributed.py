@@ -83,15 +83,10 @@ def initialize(
     peer_timeout = peer_timeout or seconds(PEER_TIMEOUT, PEER_SECONDS)
     step_timeout = step_timeout or seconds(STEP_TIMEOUT, STEP_SECONDS)
     place = find_place(Place(coordinator, processes, process_id, None), os.environ, cluster, start_timeout)
-    job = Job(place.processes or 1, place.process_id or 0)
-    if job.processes > 1:
-        catch_errors()
-        _connect(place, start_timeout, max(_NATIVE_SECONDS, 5 * peer_timeout))
-        times = {"peer_seconds": peer_timeout, "step_seconds": step_timeout}
-        guard(Watchdog(job.processes, job.process_id, place.coordinator or "", give_up=give_up, **times))
-        agree_on_environment()
-    _joined = job
-    return job
+    if place.processes != 1:
+        _join(place, start_timeout, {"peer_seconds": peer_timeout, "step_seconds": step_timeout})
+    _joined = Job(place.processes or 1, place.process_id or 0)
+    return _joined
 
 
 def find_place(given: Place, environment: Mapping[str, str], cluster: str | None, timeout: float) -> Place:
@@ -129,9 +124,10 @@ def find_place(given: Place, environment: Mapping[str, str], cluster: str | None
     return place
 
 
-def _connect(place: Place, timeout: float, heartbeat_seconds: float) -> None:
-    """Waits for everyone, then joins JAX's runtime."""
+def _join(place: Place, timeout: float, times: dict[str, float]) -> None:
+    """Waits for everyone, joins JAX's runtime, and has the others watched from here on."""
     assert place.processes is not None and place.process_id is not None and place.coordinator is not None
+    catch_errors()
     try:
         call_roll(place.coordinator, place.processes, place.process_id, timeout, bind=os.environ.get(BIND))
     except MissingProcess as error:
@@ -146,9 +142,11 @@ def _connect(place: Place, timeout: float, heartbeat_seconds: float) -> None:
         local_device_ids=place.local_device_ids,
         cluster_detection_method="deactivate",
         initialization_timeout=max(int(timeout), 1),
-        heartbeat_timeout_seconds=int(heartbeat_seconds),
+        heartbeat_timeout_seconds=int(max(_NATIVE_SECONDS, 5 * times["peer_seconds"])),
         shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
     )
+    guard(Watchdog(place.processes, place.process_id, place.coordinator, give_up=give_up, **times))
+    agree_on_environment()
 
 
 def seconds(name: str, default: float) -> float:

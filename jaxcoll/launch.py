@@ -64,7 +64,7 @@ def launch(
     Raises:
         LaunchError: the program cannot be started.
     """
-    with _reserved_port() as port, _forwarding() as events:
+    with reserved_port() as port, _forwarding() as events:
         members = _start(command, processes, devices_per_process, port)
         pumps = list(_pumps(members))
         for member in members:
@@ -96,7 +96,7 @@ def member_environment(
 
 
 @contextlib.contextmanager
-def _reserved_port() -> Iterator[int]:
+def reserved_port() -> Iterator[int]:
     """A free port that nobody else gets: it stays bound here, and the coordinator's server shares it."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -172,32 +172,29 @@ def _watch(member: _Member, events: queue.SimpleQueue) -> None:
 
 def _supervise(members: Sequence[_Member], events: queue.SimpleQueue, grace_seconds: float) -> int:
     """Handles signals and ends until every process has ended; returns the job's exit code."""
-    first_failure, deadline = 0, None
-    left = len(members)
-    while left:
+    first_failure, deadline, killed = 0, None, False
+    while running := [member for member in members if member.code is None]:
         try:
             event = events.get(timeout=None if deadline is None else max(deadline - time.monotonic(), 0))
         except queue.Empty:
-            waiting = [m for m in members if m.code is None]
-            _say(f"killing {_named(m.rank for m in waiting)}, {grace_seconds:g} s later")
-            for member in waiting:
+            _say(f"killing {_named(member.rank for member in running)} after {grace_seconds:g} s")
+            for member in running:
                 _kill(member)
-            deadline = None
+            deadline, killed = None, True
             continue
         if isinstance(event, signal.Signals):
-            for member in members:
+            for member in running:
                 _send(member, event)
-            if event in _ENDING and deadline is None:
-                deadline = time.monotonic() + grace_seconds
-            continue
-        left -= 1
-        _kill(event)  # what it started and left behind
-        event.code = _exit_code(event.process.wait())
-        if event.code and not first_failure:
-            first_failure = event.code
-            if left:
-                deadline = deadline or time.monotonic() + grace_seconds
-            _say(f"process {event.rank} {_described(event.code)}")
+            failed = event in _ENDING
+        else:
+            _kill(event)  # what it started and left behind
+            event.code = _exit_code(event.process.wait())
+            failed = event.code != 0
+            first_failure = first_failure or event.code
+            if failed and not killed:
+                _say(f"process {event.rank} {_described(event.code)}")
+        if failed and deadline is None and not killed:
+            deadline = time.monotonic() + grace_seconds
     return first_failure
 
 

@@ -300,9 +300,8 @@ class Watchdog:
         """Who is gone, if anyone is."""
         quiet = time.monotonic() - self._contact
         if quiet > self.peer_seconds:
-            return (
-                f"process 0 is lost: its coordination service at {self.coordinator} has not answered for {quiet:.0f} s"
-            )
+            service = f"its coordination service at {self.coordinator}"
+            return f"process 0 is lost or cut off: {service} has not answered for {quiet:.0f} s"
         silent = [rank for rank, peer in self.peers.items() if peer.code is None and self._silent(peer)]
         if silent:
             return self._said(silent, f"silent for more than {self.peer_seconds:g} s")

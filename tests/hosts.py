@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 PORT = 5555  # of the coordinator on host 0; a namespace's ports are its own
-_END_WITH_US = ("setpriv", "--pdeathsig", "KILL")  # not preexec_fn: it forks, of which JAX's threads warn
+END_WITH_US = ("setpriv", "--pdeathsig", "KILL")  # not preexec_fn: it forks, of which JAX's threads warn
 
 _NEEDS = (
     "hosts need Linux namespaces, which only root may make, with unshare and setpriv of util-linux and ip of iproute2"
@@ -35,7 +35,7 @@ class Namespace:
         pipe = subprocess.PIPE
         try:
             self._holder = subprocess.Popen(
-                [*_END_WITH_US, "unshare", "--net", "--uts", "--mount", "sh", "-c", script, "sh", name],
+                [*END_WITH_US, "unshare", "--net", "--uts", "--mount", "sh", "-c", script, "sh", name],
                 stdout=pipe,
                 stderr=pipe,
                 text=True,
@@ -181,7 +181,7 @@ class Hosts:
     def start(self, rank: int, words: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[str]:
         """Runs `words` on a host."""
         pipe = subprocess.PIPE
-        command = [*_END_WITH_US, *self.hosts[rank].inside(*words)]
+        command = [*END_WITH_US, *self.hosts[rank].inside(*words)]
         return subprocess.Popen(command, env=dict(environment), stdout=pipe, stderr=pipe, text=True)
 
     def cut(self, rank: int) -> None:

@@ -5,11 +5,12 @@ python idle_worker.py FOLDER STEPS: decodes a model with a seed per replica, and
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 
-from jaxcoll import coordination, distributed
+from jaxcoll import agreement, coordination, distributed
 from jaxcoll.topology import Topology
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.decoder import Decoder, Row
@@ -21,12 +22,12 @@ def main(folder: Path, steps: int) -> None:
     job = distributed.initialize()
     topology = Topology(attn_dp=4, attn_tp=1)
     config = Config.from_folder(folder)
-    decoder, _ = Decoder.load(folder, topology, slots=SLOTS, max_seq_len=64, config=config)
+    decoder, loaded = Decoder.load(folder, topology, slots=SLOTS, max_seq_len=64, config=config)
     decoder.room = (SLOTS,) * topology.attn_dp
     chance = [np.random.default_rng(replica) for replica in range(topology.attn_dp)]
     positions = np.zeros((topology.attn_dp, SLOTS), int)
     heard: dict[int, list[int]] = {replica: [] for replica in decoder.exchange.own}
-    compiled, idle = 0, 0
+    warm, idle = (0, 0), 0
     for number in range(steps):
         rows = []
         for replica in decoder.exchange.own:
@@ -40,8 +41,9 @@ def main(folder: Path, steps: int) -> None:
         for row, token in zip(rows, tokens or (), strict=True):
             heard[row.replica].append(token)
         if number == WARM_UP:
-            compiled = len(decoder.steps)
-    report(job, {"heard": heard, "idle": idle, "compiled": [compiled, len(decoder.steps)]})
+            warm = decoder.compiles, agreement.agreements()
+    end = decoder.compiles, agreement.agreements()
+    report(job, {"heard": heard, "idle": idle, "warm": warm, "end": end, "read": loaded.read_bytes})
 
 
 def report(job: distributed.Job, mine: dict) -> None:
@@ -50,9 +52,9 @@ def report(job: distributed.Job, mine: dict) -> None:
     if job.processes > 1:
         coordination.put(f"test/found/{job.process_id}", json.dumps(mine))
         while len(found := coordination.everything_under("test/found")) < job.processes:
-            pass
+            time.sleep(0.01)
     if job.leads:
-        print("FOUND", json.dumps({rank: json.loads(text) for rank, text in found.items()}), flush=True)
+        print(json.dumps({rank: json.loads(text) for rank, text in found.items()}), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ def programs(topology: Topology, rows: int) -> tuple[Step, Step]:
 
 def fail(fault: str) -> None:
     """What happens to the victim in the middle of a step."""
+    print("fault", time.time(), flush=True)
     if fault == "exits":
         sys.exit(0)
     if fault in ("SIGKILL", "SIGSTOP"):
@@ -51,7 +52,7 @@ def main(fault: str, victim: int) -> None:
     topology = Topology(attn_dp=jax.device_count())
     rows = 8 if fault == "rows" and mine else 4
     order = programs(topology, rows)
-    if fault == "order" and mine:
+    if fault in ("order", "checked order") and mine:
         order = order[::-1]
     fetch, sharding = Fetcher(topology), topology.sharding(P(topology.group("world")))
     [values] = place([np.arange(topology.world * rows, dtype=np.int32)], [sharding])
@@ -60,7 +61,7 @@ def main(fault: str, victim: int) -> None:
     for number in range(STEPS):
         if number == FAULTY_STEP and mine and fault == "exits":
             fail(fault)
-        values = order[number % 2](values)
+        values = order[number % 2](values)  # on its way, not yet done
         if number == FAULTY_STEP and mine:
             fail(fault)
         found = fetch(values)

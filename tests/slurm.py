@@ -1,7 +1,9 @@
 """A Slurm cluster of this machine alone, with everything in one folder, for tests; no tests in here."""
 
 import contextlib
+import functools
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -9,9 +11,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "sinfo")
+from hosts import END_WITH_US
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "sinfo")
 _SECONDS = 40.0
-_END_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 _CONFIG = """
 ClusterName=one
 SlurmctldHost={host}(127.0.0.1)
@@ -62,12 +65,30 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
             ["slurmd", "-D"],
         )):  # fmt: skip
             log = running.enter_context((folder / f"{words[0]}.out").open("w"))
-            daemon = subprocess.Popen([*_END_WITH_US, *words], env=environment, stdout=log, stderr=log)
+            daemon = subprocess.Popen([*END_WITH_US, *words], env=environment, stdout=log, stderr=log)
             running.callback(_end, daemon)
             if number == 0:
                 _until((folder / "munge.socket").exists, folder)
         _until(lambda: _idle(environment), folder)
         yield environment
+
+
+def submit(words: list[str], folder: Path, environment: dict[str, str], seconds: float) -> int:
+    """Runs `sbatch words` in `folder` and waits for the job's exit code; `sbatch --wait` looks only every 10 seconds.
+
+    Raises:
+        TimeoutError: it has not ended.
+    """
+    run = functools.partial(subprocess.run, capture_output=True, text=True, env=environment, cwd=folder, timeout=30)
+    sent = run(["sbatch", "--parsable", *words])
+    assert sent.returncode == 0, sent.stderr
+    deadline, shown = time.monotonic() + seconds, ""
+    while time.monotonic() < deadline:
+        shown = run(["scontrol", "--oneliner", "show", "job", sent.stdout.strip()]).stdout
+        if match := re.search(r"JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL) .*ExitCode=(\d+):(\d+)", shown):
+            return int(match[2]) or int(match[3]) + 128 * (match[3] != "0")
+        time.sleep(0.2)
+    raise TimeoutError(f"job {sent.stdout.strip()} has not ended within {seconds:g} s: {shown}")
 
 
 def free_port(first: int = 20000) -> int:

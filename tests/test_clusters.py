@@ -16,14 +16,13 @@ from typing import Any
 
 import pytest
 import yaml
-from golden import WIDE
 from hosts import Hosts
-from slurm import installed, slurm
+from one_layer import write_one_layer
+from slurm import installed, slurm, submit
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "hosts"
 JAXCOLL = [sys.executable, "-m", "models.cli"]
-VERIFY = ["verify", str(WIDE), "--attn-dp", "2", "--attn-tp", "2", "--json"]
 MEASURE = ["bench-collectives", "--devices", "4", "--sizes", "4096,8192", "--rounds", "1", "--json"]
 CLUSTER_PORT = 61500  # JAX takes 61440 + a job's number
 
@@ -31,7 +30,9 @@ CLUSTER_PORT = 61500  # JAX takes 61440 + a job's number
 def environment() -> dict[str, str]:
     """This process's, without what it knows of tests."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_", "SLURM_", "OMPI_"))}
-    return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    quick = {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    patient = {"JAXCOLL_START_TIMEOUT": "90"}  # a loaded machine imports slowly
+    return kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | quick | patient
 
 
 @pytest.fixture
@@ -49,7 +50,7 @@ def over_hosts(words: list[str], names: list[str], variables: Callable[[int], di
     """Runs a command in a process on each host, with what a cluster would set; the JSON that process 0 prints."""
     with Hosts(len(names), names=names) as hosts:
         job = [hosts.start(rank, words, environment() | variables(rank)) for rank in range(len(names))]
-        said = [process.communicate(timeout=120) for process in job]
+        said = [process.communicate(timeout=200) for process in job]
         assert [process.returncode for process in job] == [0] * len(names), said
         assert all(out == "" for out, _ in said[1:])
     return json.loads(said[0][0])
@@ -70,18 +71,19 @@ def open_mpi(rank: int) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_mpirun(say):
+def test_mpirun(say, tmp_path):
+    verify = ["verify", str(write_one_layer(tmp_path)), "--attn-dp", "2", "--attn-tp", "2", "--json"]
     if shutil.which("mpirun"):
         # On a machine that is all of the cluster: as root, and with more processes than cores.
         allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
         more = environment() | allowed | {"OMPI_MCA_rmaps_base_oversubscribe": "1"}
-        words = [str(EXAMPLES / "mpirun.sh"), "2", *JAXCOLL, *VERIFY]
-        done = subprocess.run(words, env=more, capture_output=True, text=True, timeout=120)
+        words = [str(EXAMPLES / "mpirun.sh"), "2", *JAXCOLL, *verify]
+        done = subprocess.run(words, env=more, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stderr
         result = json.loads(done.stdout)
     else:
         say("mpirun is not installed (openmpi-bin): its environment is generated, over two hosts")
-        result = over_hosts([*JAXCOLL, *VERIFY], ["host0", "host1"], open_mpi)
+        result = over_hosts([*JAXCOLL, *verify], ["host0", "host1"], open_mpi)
     assert result["ok"] is True and result["greedy_match"] is True
     assert_two_processes(result)
 
@@ -117,13 +119,11 @@ def slurm_step(rank: int) -> dict[str, str]:
 def test_slurm(say, tmp_path):
     if installed():
         with slurm(tmp_path) as cluster:
-            words = ["sbatch", "--wait", "--nodes=1", "--ntasks-per-node=2", str(EXAMPLES / "slurm.sbatch")]
             more = environment() | {"SLURM_CONF": cluster["SLURM_CONF"]}
-            done = subprocess.run(
-                [*words, *JAXCOLL, *MEASURE], cwd=tmp_path, env=more, capture_output=True, text=True, timeout=120
-            )
+            options = ["--nodes=1", "--ntasks-per-node=2"]
+            code = submit([*options, str(EXAMPLES / "slurm.sbatch"), *JAXCOLL, *MEASURE], tmp_path, more, 200)
             (out,), (err,) = tmp_path.glob("jaxcoll-*.out"), tmp_path.glob("jaxcoll-*.err")
-            assert done.returncode == 0, err.read_text()
+            assert code == 0, err.read_text()
             result = json.loads(out.read_text())
     else:
         say("Slurm is not installed, or we are not root: its environment is generated, over two hosts")
