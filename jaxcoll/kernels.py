@@ -64,8 +64,8 @@ def plan_kernels(
         PlanError: Pallas was asked for by name and is impossible here, with the reason.
     """
     named = settings.kernels == "pallas"
-    if row is None and not named:
-        return KernelPlan(None if settings.kernels == "auto" else "xla", "what a row is was not told")
+    if not named and not hasattr(topology.mesh.devices.flat[0], "platform"):  # numbers stand for devices
+        return KernelPlan(None, "which devices will run it was not told")
     interpret = named and settings.pallas_interpret
     obstacle = _obstacle(topology, exchange, rows, row, interpret=interpret)
     if named and obstacle:
@@ -75,6 +75,8 @@ def plan_kernels(
         return KernelPlan(settings.kernels, reason, interpret, obstacle)
     if obstacle:
         return KernelPlan("xla", f"Pallas is impossible: {obstacle}", obstacle=obstacle)
+    if row is None:
+        return KernelPlan(None, "the device runs Pallas, and what a row is was not told")
     return KernelPlan("pallas", f"{_device(topology).kind} runs it, and {row.width} channels of {row.dtype} fit")
 
 

@@ -31,6 +31,8 @@ def test_the_program_sends_what_the_plan_predicts(capsys, words):
     assert sum(h["reduces"] for h in record["plan"] if h["name"] != "attention") == 1
     assert all(h["reason"] for h in record["plan"])
     why = "the gather backend packs no rows and adds none up: only an all_to_all has kernels"
+    if "all_to_all" in words:
+        why = "the device is cpu (cpu), and the kernels are for Hopper and Blackwell GPUs"
     assert (record["kernels"]["path"], record["kernels"]["impossible"]) == ("xla", {"pallas": why})
     assert sum(c["operand_bytes"] for c in record["collectives"]) == sum(t["operand_bytes"] for t in compiled.values())
 
