@@ -251,7 +251,8 @@ def dispatch(
 def dispatch_start(
     x: Array, topk_ids: Array, topk_weights: Array, spec: DispatchSpec, *, count: Array | None = None
 ) -> Dispatching:
-    """The first phase of `dispatch`: counts are exchanged and rows sent. Arguments and errors are those of it."""
+    """The first phase of `dispatch`: counts are exchanged and rows sent, with two levels to their hosts. Arguments and
+    errors are those of it."""
     return depart_rows(*rows_of_moe_tp(x, topk_ids, topk_weights, spec, count), spec)
 
 
@@ -277,27 +278,31 @@ def depart_rows(x: Array, ids: Array, weights: Array, spec: DispatchSpec) -> Dis
     """Sends rows that `rows_of_moe_tp` has prepared."""
     wire, levels = resolve(spec.wire, x.dtype, x.shape[1]), spec.levels()
     arrived, handle = depart(levels[0], ids, weights, functools.partial(_pack, x, spec, wire))
-    handles = (handle,)
-    if len(levels) == 2:
-        ids, weights = routing_of(levels[0], arrived, handle)
-        arrived, handle = depart(levels[1], ids, weights, functools.partial(_pack_again, arrived.encoded(), spec))
-        handles += (handle,)
-    y_shape = arrived.values.shape
-    if spec.mode == "low_latency":
-        y_shape = (levels[-1].experts, y_shape[0] // levels[-1].experts, y_shape[1])
-    return Dispatching(arrived, Handle(handles, spec, wire, x.dtype, y_shape))
+    return Dispatching(arrived, Handle((handle,), spec, wire, x.dtype, ()))
 
 
 def dispatch_finish(sent: Dispatching) -> tuple[Received | ReceivedPerExpert, Handle]:
-    """The second phase of `dispatch`: makes rows of what arrived. Result as there."""
-    handle, level = sent.handle, sent.handle.spec.levels()[-1]
-    last = handle.levels[-1]
-    x = unpack(sent.arrived.encoded(), handle.dtype)
+    """The second phase of `dispatch`: makes rows of what arrived. Result as there.
+
+    With two levels rows go on inside the host here, so that work between the phases covers the links between hosts.
+    """
+    handle, arrived, levels = sent.handle, sent.arrived, sent.handle.spec.levels()
+    level = levels[-1]
+    if len(levels) == 2:
+        ids, weights = routing_of(levels[0], arrived, handle.levels[0])
+        onward = functools.partial(_pack_again, arrived.encoded(), handle.spec)
+        arrived, inside = depart(level, ids, weights, onward)
+        handle = dataclasses.replace(handle, levels=(*handle.levels, inside))
+    y_shape = arrived.values.shape
+    if level.mode == "low_latency":
+        y_shape = (level.experts, y_shape[0] // level.experts, y_shape[1])
+    handle, last = dataclasses.replace(handle, y_shape=y_shape), handle.levels[-1]
+    x = unpack(arrived.encoded(), handle.dtype)
     counts = last.exchange.plan.recv_counts.reshape(level.ranks, -1)
     if level.mode == "low_latency":
         per_expert = local_expert_counts(level, None, last)
         return ReceivedPerExpert(x.reshape(handle.y_shape), counts.T, per_expert), handle
-    ids, weights = routing_of(level, sent.arrived, last)
+    ids, weights = routing_of(level, arrived, last)
     return Received(x, ids, weights, counts[:, 0], local_expert_counts(level, ids, last)), handle
 
 
