@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import core
 from jax.sharding import NamedSharding
 
 from jaxcoll.html import COLOURS, table_html
@@ -92,7 +93,7 @@ def show_states(x: jax.Array) -> Holdings:
     Raises:
         TypeError: `x` is none of these.
     """
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, core.Tracer):
         return _of_a_type(x)
     sharding = getattr(x, "sharding", None)
     if sharding is None:

@@ -148,18 +148,25 @@ def _show(record: dict[str, Any], plan: LayerPlan) -> None:
 
 
 def _show_collectives(console: Console, layer: dict[str, Any]) -> None:
-    table = Table(
-        title=f"\n{layer['kind']} layer: collectives in schedule order, bytes per device", title_justify="left",
-        box=box.SIMPLE,
-    )  # fmt: skip
-    for name, justify in (("collective over group", "left"), ("operand", "right"), ("result", "right"),
-                          ("kernel", "left"), ("async", "left"), ("computed meanwhile", "left")):  # fmt: skip
-        table.add_column(name, justify=justify, overflow="fold")  # pyright: ignore[reportArgumentType]
+    title = f"\n{layer['kind']} layer: collectives in schedule order, bytes per device"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("collective over group (members)\nasked for by", overflow="fold")
+    table.add_column("operand\nresult", justify="right", no_wrap=True)
+    table.add_column("kernel")
+    table.add_column("computed meanwhile", overflow="fold")
     for c in layer["collectives"]:
-        name = f"{c['kind']} over {c['group']} ({c['group_size']})\n{c['source']}" + (
-            "\nin a branch or loop" if c["in_branch"] else ""
+        name = f"{c['kind']} over {c['group']} ({c['group_size']})\n{_short(c['source'])}"
+        kernel = f"{c['kernel_strategy'] or '-'}\n{'async' if c['async'] else 'sync'}"
+        kernel += "\nmay not run" if c["in_branch"] else ""
+        table.add_row(
+            name,
+            f"{c['operand_bytes']:,}\n{c['result_bytes']:,}",
+            kernel,
+            "\n".join(map(_short, c["meanwhile"])) or "-",
         )
-        between = "\n".join(c["meanwhile"]) or "-"
-        numbers = f"{c['operand_bytes']:,}", f"{c['result_bytes']:,}"
-        table.add_row(name, *numbers, c["kernel_strategy"] or "-", "yes" if c["async"] else "no", between)
     console.print(table)
+
+
+def _short(source: str) -> str:
+    """A scope path without the layer, of which there is one."""
+    return source.removeprefix("layer.0/")

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from jaxcoll import cost, hlo
 from jaxcoll.explain import mermaid, stages
-from jaxcoll.follow import HEADER, TokenPath
+from jaxcoll.follow import TokenPath
 from jaxcoll.plan import LayerPlan, plan_records
 from jaxcoll.targets import TargetError, compile_only, gpu_devices
 from jaxcoll.topology import Topology
@@ -72,13 +72,15 @@ def _show_path(path: TokenPath, format: str) -> None:
     if format == "mermaid":
         return print(path.mermaid())
     console = Console(highlight=False)
-    console.print("One token through a layer; over each group R replica, S shard, P partial sum, m mixed over its axes")
+    console.print("One token through a layer; R replica, S shard, P partial sum, m mixed over the group's axes")
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for name in HEADER:
-        table.add_column(name.replace("_", "_\n"), overflow="fold")
+    for name in ("stage\nowner", "tensor\nper rank", "attn  moe\ndp tp ep tp", "sent per device"):
+        table.add_column(name, overflow="fold", no_wrap=name.startswith("attn"))
     for stop in path:
         stage, tensor, shape, *states, collective, sent, owner = stop.cells()
-        table.add_row(stage, tensor, shape, *(state[0] for state in states), collective, sent, owner)
+        letters = "".join(f"{state[0]:3}" for state in states).strip()
+        moved = "-" if collective == "-" else "\n".join([*collective.split("; "), f"{sent} bytes"])
+        table.add_row(f"{stage}\n{owner}", f"{tensor}\n{shape}", letters, moved)
     console.print(table)
 
 
