@@ -64,6 +64,15 @@ def test_a_step_adds_up():
     assert (busy.weights - t.weights) * 4.8e12 == pytest.approx(43 * 6 * expert)
 
 
+def test_blocks_of_several_rows_cost_a_copy_of_their_weights():
+    """256 rows x 6 experts of 256: 6 rows each, in blocks of 8, each read, copied and read again."""
+    config, topology = published_config("flash"), Topology(1, 1, devices=range(1))
+    job = Job("h200", H200, context=8192)
+    one, many = (step_time(config, topology, plan_layer(topology, (n,), shared_width=2048), job) for n in (1, 256))
+    expert = 3 * 4096 * 2048 * 2
+    assert (many.weights - one.weights) * 4.8e12 == pytest.approx(43 * (3 * 256 - 6) * expert)
+
+
 def test_topologies_divide_the_model_and_stay_on_machines():
     config = published_config("pro")
     found = [(t.attn_dp, t.attn_tp, t.moe_ep, t.moe_tp) for t in topologies(config, 2048, 8)]
