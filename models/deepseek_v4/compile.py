@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rich import box
@@ -16,7 +17,7 @@ from jaxcoll.plan import LayerPlan, plan_layer
 from jaxcoll.schedule import Scheduled, matmul_flops, schedule
 from jaxcoll.targets import FACTS, TargetError, compile_only, gpu_devices
 from jaxcoll.topology import Topology
-from models.deepseek_v4.config import Config
+from models.deepseek_v4.config import AttentionKind, Config
 from models.deepseek_v4.experts import SCOPE
 from models.deepseek_v4.layer_program import LayerProgram, compile_layer, one_layer
 from models.deepseek_v4.published import kinds_of, named_config, of_dtype
@@ -24,6 +25,8 @@ from models.deepseek_v4.sizes import cache_bytes, expert_load, layer_weight_byte
 from models.errors import UserError
 from models.planning_options import CompileOptions
 from models.progress import Working
+
+COMPILING_AT_ONCE = 2  # one compilation does not keep two cores busy; each takes about a gigabyte
 
 
 def run(options: CompileOptions) -> int:
@@ -38,13 +41,16 @@ def run(options: CompileOptions) -> int:
     topology = Topology(*options.topology.sizes(options.world, config.n_routed_experts), devices=_devices(options))
     rows = (options.tokens_per_gpu * topology.attn_tp,) * topology.attn_dp
     plan = plan_layer(topology, rows, options.paths.settings(), shared_width=config.moe_intermediate_size)
-    layers, began = [], time.monotonic()
-    with Working() as working:
-        for kind, _ in kinds_of(config):
-            working.stage(f"compiling a layer of kind {kind}")
-            one = one_layer(config, kind)
-            program = _compiled(one, topology, plan, options)
-            layers.append({"kind": kind, **_layer_record(config, one, topology, plan, program, options)})
+    kinds, began = [kind for kind, _ in kinds_of(config)], time.monotonic()
+
+    def layer(kind: AttentionKind) -> dict[str, Any]:
+        one = one_layer(config, kind)
+        program = _compiled(one, topology, plan, options)
+        return {"kind": kind, **_layer_record(config, one, topology, plan, program, options)}
+
+    with Working() as working, ThreadPoolExecutor(COMPILING_AT_ONCE) as pool:
+        working.stage(f"compiling a layer of each kind ({', '.join(kinds)})")
+        layers = list(pool.map(layer, kinds))
     record = {
         "model": name,
         "target": options.target,
