@@ -34,7 +34,7 @@ def test_a_token_goes_to_its_experts_and_home(capsys):
         "moe.split": "SSSS",
         "moe/route": "SSSS",
         "moe/dispatch": "SRSR",  # over moe_tp all hold the same rows
-        "moe/experts": "SPSP",  # and each a part of the experts' width
+        "moe/experts": "SSSS",  # and compute an addend each, of the experts' width
         "moe/combine": "SSSS",
         "moe.join": "SRSR",
     }

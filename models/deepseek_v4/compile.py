@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +12,14 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from jaxcoll.plan import LayerPlan, plan_layer
+from jaxcoll.plan import LayerPlan
 from jaxcoll.schedule import Scheduled, matmul_flops, schedule
 from jaxcoll.targets import FACTS, TargetError, compile_only, gpu_devices
 from jaxcoll.topology import Topology
 from models.deepseek_v4.config import AttentionKind, Config
 from models.deepseek_v4.experts import SCOPE
 from models.deepseek_v4.layer_program import LayerProgram, compile_layer, one_layer
+from models.deepseek_v4.program import plan_decode
 from models.deepseek_v4.published import kinds_of, named_config, of_dtype
 from models.deepseek_v4.sizes import cache_bytes, expert_load, layer_weight_bytes, model_bytes
 from models.errors import UserError
@@ -40,7 +40,7 @@ def run(options: CompileOptions) -> int:
     config = of_dtype(config, options.dtype)
     topology = Topology(*options.topology.sizes(options.world, config.n_routed_experts), devices=_devices(options))
     rows = (options.tokens_per_gpu * topology.attn_tp,) * topology.attn_dp
-    plan = plan_layer(topology, rows, options.paths.settings(), shared_width=config.moe_intermediate_size)
+    plan = plan_decode(config, topology, rows, options.paths.settings())
     kinds, began = [kind for kind, _ in kinds_of(config)], time.monotonic()
 
     def layer(kind: AttentionKind) -> dict[str, Any]:
@@ -70,9 +70,8 @@ def _devices(options: CompileOptions) -> tuple[Any, ...]:
 
 
 def _compiled(one: Config, topology: Topology, plan: LayerPlan, options: CompileOptions) -> LayerProgram:
-    compiler = functools.partial(compile_only, compiler_options=options.compiler_options)
     try:
-        return compile_layer(one, topology, plan, options.context, compiler)
+        return compile_layer(one, topology, plan, options.context, compile_only, options.compiler_options)
     except RuntimeError as error:
         if "No such compile option" in str(error):
             raise UserError(str(error).partition(": ")[2]) from error

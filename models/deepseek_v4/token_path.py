@@ -9,7 +9,7 @@ from models.deepseek_v4.model import DeepSeekV4
 from models.deepseek_v4.program import layer_transfers
 
 _HOME, _EVERYONE, _EXPERTS = "request ranks", "every rank", "expert ranks"
-_INSIDE_MOE = ("route", "dispatch", "experts", "combine")  # stages of an all-to-all, within the scope "moe"
+_INSIDE_MOE = ("route", "dispatch", "experts", "combine", "shared", "fused")  # stages within the scope "moe"
 
 _MEANINGS: dict[str, Meaning] = {
     "hc_attn.read": Meaning("row for attention, from N streams", _HOME),
@@ -24,6 +24,7 @@ _MEANINGS: dict[str, Meaning] = {
     "moe/route": Meaning("chosen experts' weights", _HOME),
     "moe/dispatch": Meaning("rows that chose own experts", _EXPERTS, ("counts", "dispatch")),
     "moe/experts": Meaning("own experts' results of these rows", _EXPERTS),
+    "moe/fused": Meaning("experts' output of own chunk, by one call", _HOME, ("counts", "dispatch", "combine")),
     "moe/combine": Meaning("experts' output of own chunk", _HOME, ("combine",)),
     "moe.join": Meaning("experts' output of the replica's rows", _HOME, ("join",)),
     "hc_ffn.write": Meaning("N streams with experts in them", _HOME),
@@ -40,11 +41,20 @@ def token_path(model: DeepSeekV4, plan: LayerPlan, step: Step, layer: int = 0) -
     """
     topology = step.topology
     transfers = layer_transfers(model.config, topology, plan)
+    meanings, stage_of = dict(_MEANINGS), _two_parts
+    if plan.backend != "gather":
+        del meanings["moe"]  # what lies between its stages
+        stage_of = _stage_of
     width = model.config.hidden_size
-    return follow(step.traced, topology, f"layer.{layer}/", _MEANINGS, transfers, width=width, stage_of=_stage_of)
+    return follow(step.traced, topology, f"layer.{layer}/", meanings, transfers, width=width, stage_of=stage_of)
+
+
+def _two_parts(path: str) -> str:
+    return "/".join(path.split("/")[:2])
 
 
 def _stage_of(path: str) -> str:
+    """Two parts of the scope path, within an exchange three."""
     parts = path.split("/")
     inner = parts[1:2] == ["moe"] and len(parts) > 2 and parts[2] in _INSIDE_MOE
     return "/".join(parts[: 3 if inner else 2])
