@@ -9,6 +9,7 @@ from jaxcoll.collectives import declare_partial as declare_partial
 from jaxcoll.collectives import reduce_scatter as reduce_scatter
 from jaxcoll.collectives import take_shard as take_shard
 from jaxcoll.collectives import uniform_cond as uniform_cond
+from jaxcoll.show import show_states as show_states
 from jaxcoll.states import State as State
 from jaxcoll.states import StateError as StateError
 from jaxcoll.states import describe as describe

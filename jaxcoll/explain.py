@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from jaxcoll.audit import collective_axes, subjaxprs
+from jaxcoll.html import table_html
 from jaxcoll.states import State
 from jaxcoll.topology import GroupName, Topology
 
@@ -40,17 +41,44 @@ class Stage:
     collective: str
 
 
-def stages(traced: Any, topology: Topology, prefix: str) -> list[Stage]:
+class Stages(list[Stage]):
+    """Stages in program order; Jupyter shows them as a table."""
+
+    def _repr_html_(self) -> str:
+        header = "stage", "shape per rank", "type", *_GROUPS, "collective"
+        rows = [
+            (s.scope, " x ".join(map(str, s.shape)), s.dtype, *s.states.values(), s.collective or "-") for s in self
+        ]
+        return table_html("What each stage leaves on a rank, with its state over groups", header, rows)
+
+
+def _two_parts(path: str) -> str:
+    return "/".join(path.split("/")[:2])
+
+
+def stages(
+    traced: Any,
+    topology: Topology,
+    prefix: str,
+    *,
+    groups: Sequence[GroupName] = _GROUPS,
+    stage_of: Callable[[str], str] = _two_parts,
+    width: int | None = None,
+) -> Stages:
     """The stages of a traced step whose scope path starts with `prefix`, in program order.
 
     Args:
         traced: a `Step.traced`.
         topology: the step's mesh.
         prefix: such as "layer.1/".
+        groups: those whose states are told.
+        stage_of: the stage that a scope path belongs to; by default its first two parts.
+        width: where a stage computes arrays with rows of that many channels, the last of these is its result; None
+            takes the last value of any shape.
     """
     found: dict[str, Stage] = {}
     for eqn in _mapped_equations(traced.jaxpr.jaxpr):
-        scope = "/".join(str(eqn.source_info.name_stack).split("/")[:2])
+        scope = stage_of(str(eqn.source_info.name_stack))
         if not scope.startswith(prefix) or not eqn.outvars:
             continue
         aval = eqn.outvars[0].aval
@@ -58,9 +86,12 @@ def stages(traced: Any, topology: Topology, prefix: str) -> list[Stage]:
         if axes := collective_axes(eqn):
             verb = _VERBS.get(eqn.primitive.name, eqn.primitive.name)
             collective = "; ".join(filter(None, [collective, f"{verb}({group_name(topology, axes)})"]))
-        states = {g: _state(aval, topology.group(g)) for g in _GROUPS}
+        if width and aval.shape[-1:] != (width,) and scope in found and found[scope].shape[-1:] == (width,):
+            found[scope] = dataclasses.replace(found[scope], collective=collective)
+            continue
+        states = {g: _state(aval, topology.group(g)) for g in groups}
         found[scope] = Stage(scope, tuple(aval.shape), str(aval.dtype), states, collective)
-    return list(found.values())
+    return Stages(found.values())
 
 
 def _mapped_equations(jaxpr: Any) -> Iterator[Any]:
@@ -82,10 +113,10 @@ def _state(aval: Any, group: tuple[str, ...]) -> str:
     found = {
         State.PARTIAL if a in kind.unreduced else State.SHARD if a in kind.varying else State.REPLICA for a in group
     }
-    return str(found.pop()) if len(found) == 1 else "mixed"
+    return str(found.pop()) if len(found) == 1 else "mixed" if found else str(State.REPLICA)
 
 
-def mermaid(found: list[Stage]) -> str:
+def mermaid(found: Sequence[Stage]) -> str:
     """A Mermaid flowchart of stages, with the state over (attn_dp, attn_tp) on every arrow."""
     lines = ["flowchart TB", '    start(["in"])']
     before = "start"

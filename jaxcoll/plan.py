@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from jaxcoll.combine import Way, combine_impossible
 from jaxcoll.gather import gather_impossible
 from jaxcoll.hand_over import Alternative, HandOver, PlanError
+from jaxcoll.html import table_html
 from jaxcoll.kernels import NO_KERNELS, KernelPlan, RowShape, plan_kernels
 from jaxcoll.plan_exchange import Exchange, choose_exchange, refuse_exchange
 from jaxcoll.rows import GatherMode, RowPlan, StepFacts, plan_rows
@@ -75,6 +76,23 @@ class LayerPlan:
         """What decides the compiled program; counts are its data."""
         paths = self.gather, self.combine, self.shared_expert, self.head, self.exchange
         return *paths, self.kernels.path, self.kernels.interpret, self.rows.bucket, self.mask_dp_pad
+
+    def _repr_html_(self) -> str:
+        """How Jupyter shows a plan."""
+        header = "hand-over", "path", "states before", "after", "collectives", "because", "others"
+        rows = [
+            (
+                h.name,
+                h.path,
+                h.before,
+                h.after,
+                ", ".join(f"{verb}({group})" for verb, group in h.collectives) or "nothing is sent",
+                h.reason,
+                "; ".join(map(str, h.others)) or "-",
+            )
+            for h in self.hand_overs
+        ]
+        return table_html("The plan of every layer; states over (attn_dp, attn_tp)", header, rows)
 
     def reducers(self) -> list[str]:
         """Hand-overs that complete the experts' partial sum; a right plan has exactly one."""

@@ -14,6 +14,7 @@ import os
 import pathlib
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, get_args
@@ -130,15 +131,36 @@ def compile_only(lowered: jax.stages.Lowered, compiler_options: dict[str, Any] |
 
     jax's persistent cache would store the program, but without a GPU it cannot load it, and warns from then on.
     """
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # jax asks only once whether the cache is on
+    with _cache_off(), _plugin_unheard():
+        return lowered.compile(compiler_options)
+
+
+_compiling = 0  # threads inside `_cache_off`
+_cache_was_on = True  # when the first of them came
+_cache_lock = threading.Lock()
+
+
+@contextmanager
+def _cache_off() -> Iterator[None]:
+    """Switches jax's persistent cache off while any thread is inside, and back as it was."""
+    global _compiling, _cache_was_on
+    with _cache_lock:
+        if _compiling == 0:
+            _cache_was_on = jax.config.jax_enable_compilation_cache
+            _switch_cache(False)
+        _compiling += 1
     try:
-        with _plugin_unheard():
-            return lowered.compile(compiler_options)
+        yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
+        with _cache_lock:
+            _compiling -= 1
+            if _compiling == 0:
+                _switch_cache(_cache_was_on)
+
+
+def _switch_cache(on: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", on)
+    compilation_cache.reset_cache()  # jax asks only once whether the cache is on
 
 
 def _target_config(gpu: GpuFacts) -> str:

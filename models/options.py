@@ -331,6 +331,8 @@ class ExplainOptions(RunOptions):
     """Requests that each attn_dp replica holds, such as 2,0,1,1."""
     target: Literal["cpu", "h100", "h200", "b200"] = "cpu"
     """Compile for this: the CPU devices here, or GPUs that need not be here."""
+    trace: bool = False
+    """Follow one token through a layer instead: tensor, shape, states, collective, bytes and owner."""
     format: Literal["table", "json", "mermaid"] = "table"
     """How to print it."""
 

@@ -67,9 +67,10 @@ def topologies(config: Config, gpus: int, gpus_per_host: int) -> Iterator[Topolo
     common = math.gcd(gpus, config.n_routed_experts)
     owners = [n for n in range(common, 0, -1) if common % n == 0 and (n == common or gpus // n <= gpus_per_host)]
     cuts = [n for n in range(1, min(gpus, gpus_per_host) + 1) if gpus % n == 0]
+    hosts = gpus // gpus_per_host if gpus % gpus_per_host == 0 else 1
     for attn_tp, moe_ep in itertools.product(cuts, owners):
         try:
-            topology = Topology(gpus // attn_tp, attn_tp, moe_ep, devices=range(gpus))
+            topology = Topology(gpus // attn_tp, attn_tp, moe_ep, devices=range(gpus), hosts=hosts)
             check_sizes(config, topology)
         except TopologyError:
             continue
@@ -92,7 +93,7 @@ def candidates(config: Config, gpus: int, tokens_per_gpu: int, job: Job) -> list
 
 
 def _candidate(config: Config, topology: Topology, path: dict[str, str], plan: LayerPlan, job: Job) -> Candidate:
-    layer, _ = step_transfers(config, topology, plan, job.fleet.gpus_per_host)
+    layer, _ = step_transfers(config, topology, plan)
     buffers = max((t.operand_bytes + t.result_bytes for t in layer), default=0)
     held = model_bytes(config, topology, plan, job.context)
     return Candidate(topology, path, plan, step_time(config, topology, plan, job), held, buffers, cost.totals(layer))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rich import box
@@ -12,18 +12,21 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from jaxcoll.plan import LayerPlan, plan_layer
+from jaxcoll.plan import LayerPlan
 from jaxcoll.schedule import Scheduled, matmul_flops, schedule
 from jaxcoll.targets import FACTS, TargetError, compile_only, gpu_devices
 from jaxcoll.topology import Topology
-from models.deepseek_v4.config import Config
+from models.deepseek_v4.config import AttentionKind, Config
 from models.deepseek_v4.experts import SCOPE
 from models.deepseek_v4.layer_program import LayerProgram, compile_layer, one_layer
+from models.deepseek_v4.program import plan_decode
 from models.deepseek_v4.published import kinds_of, named_config, of_dtype
 from models.deepseek_v4.sizes import cache_bytes, expert_load, layer_weight_bytes, model_bytes
 from models.errors import UserError
 from models.planning_options import CompileOptions
 from models.progress import Working
+
+COMPILING_AT_ONCE = 2  # one compilation does not keep two cores busy; each takes about a gigabyte
 
 
 def run(options: CompileOptions) -> int:
@@ -37,14 +40,17 @@ def run(options: CompileOptions) -> int:
     config = of_dtype(config, options.dtype)
     topology = Topology(*options.topology.sizes(options.world, config.n_routed_experts), devices=_devices(options))
     rows = (options.tokens_per_gpu * topology.attn_tp,) * topology.attn_dp
-    plan = plan_layer(topology, rows, options.paths.settings(), shared_width=config.moe_intermediate_size)
-    layers, began = [], time.monotonic()
-    with Working() as working:
-        for kind, _ in kinds_of(config):
-            working.stage(f"compiling a layer of kind {kind}")
-            one = one_layer(config, kind)
-            program = _compiled(one, topology, plan, options)
-            layers.append({"kind": kind, **_layer_record(config, one, topology, plan, program, options)})
+    plan = plan_decode(config, topology, rows, options.paths.settings())
+    kinds, began = [kind for kind, _ in kinds_of(config)], time.monotonic()
+
+    def layer(kind: AttentionKind) -> dict[str, Any]:
+        one = one_layer(config, kind)
+        program = _compiled(one, topology, plan, options)
+        return {"kind": kind, **_layer_record(config, one, topology, plan, program, options)}
+
+    with Working() as working, ThreadPoolExecutor(COMPILING_AT_ONCE) as pool:
+        working.stage(f"compiling a layer of each kind ({', '.join(kinds)})")
+        layers = list(pool.map(layer, kinds))
     record = {
         "model": name,
         "target": options.target,
@@ -64,9 +70,8 @@ def _devices(options: CompileOptions) -> tuple[Any, ...]:
 
 
 def _compiled(one: Config, topology: Topology, plan: LayerPlan, options: CompileOptions) -> LayerProgram:
-    compiler = functools.partial(compile_only, compiler_options=options.compiler_options)
     try:
-        return compile_layer(one, topology, plan, options.context, compiler)
+        return compile_layer(one, topology, plan, options.context, compile_only, options.compiler_options)
     except RuntimeError as error:
         if "No such compile option" in str(error):
             raise UserError(str(error).partition(": ")[2]) from error
@@ -148,18 +153,25 @@ def _show(record: dict[str, Any], plan: LayerPlan) -> None:
 
 
 def _show_collectives(console: Console, layer: dict[str, Any]) -> None:
-    table = Table(
-        title=f"\n{layer['kind']} layer: collectives in schedule order, bytes per device", title_justify="left",
-        box=box.SIMPLE,
-    )  # fmt: skip
-    for name, justify in (("collective over group", "left"), ("operand", "right"), ("result", "right"),
-                          ("kernel", "left"), ("async", "left"), ("computed meanwhile", "left")):  # fmt: skip
-        table.add_column(name, justify=justify, overflow="fold")  # pyright: ignore[reportArgumentType]
+    title = f"\n{layer['kind']} layer: collectives in schedule order, bytes per device"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table.add_column("collective over group (members)\nasked for by", overflow="fold")
+    table.add_column("operand\nresult", justify="right", no_wrap=True)
+    table.add_column("kernel")
+    table.add_column("computed meanwhile", overflow="fold")
     for c in layer["collectives"]:
-        name = f"{c['kind']} over {c['group']} ({c['group_size']})\n{c['source']}" + (
-            "\nin a branch or loop" if c["in_branch"] else ""
+        name = f"{c['kind']} over {c['group']} ({c['group_size']})\n{_short(c['source'])}"
+        kernel = f"{c['kernel_strategy'] or '-'}\n{'async' if c['async'] else 'sync'}"
+        kernel += "\nmay not run" if c["in_branch"] else ""
+        table.add_row(
+            name,
+            f"{c['operand_bytes']:,}\n{c['result_bytes']:,}",
+            kernel,
+            "\n".join(map(_short, c["meanwhile"])) or "-",
         )
-        between = "\n".join(c["meanwhile"]) or "-"
-        numbers = f"{c['operand_bytes']:,}", f"{c['result_bytes']:,}"
-        table.add_row(name, *numbers, c["kernel_strategy"] or "-", "yes" if c["async"] else "no", between)
     console.print(table)
+
+
+def _short(source: str) -> str:
+    """A scope path without the layer, of which there is one."""
+    return source.removeprefix("layer.0/")

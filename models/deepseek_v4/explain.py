@@ -13,6 +13,7 @@ from rich.table import Table
 
 from jaxcoll import cost, hlo
 from jaxcoll.explain import mermaid, stages
+from jaxcoll.follow import TokenPath
 from jaxcoll.plan import LayerPlan, plan_records
 from jaxcoll.targets import TargetError, compile_only, gpu_devices
 from jaxcoll.topology import Topology
@@ -22,6 +23,7 @@ from models.deepseek_v4.demo import packaged_model
 from models.deepseek_v4.model import DeepSeekV4
 from models.deepseek_v4.program import abstract_parameters, compile_decode, plan_decode, predicted_transfers
 from models.deepseek_v4.requests import cache_length
+from models.deepseek_v4.token_path import token_path
 from models.errors import UserError
 from models.options import ExplainOptions
 from models.progress import Working
@@ -50,6 +52,9 @@ def run(options: ExplainOptions) -> int:
         caches = cache_shapes(config, max(counts) * topology.attn_dp, length)
         compiler = None if options.target == "cpu" else compile_only
         step = compile_decode(model, plan, abstract_parameters(model), caches, ("next_token", "logits"), compiler)
+    if options.trace:
+        _show_path(token_path(model, plan, step), options.format)
+        return 0
     found = [c for c in hlo.collectives(step.compiled, topology) if c.group_size > 1]
     record = _record(plan, found, predicted_transfers(model, plan))
     if options.format == "json":
@@ -59,6 +64,24 @@ def run(options: ExplainOptions) -> int:
     else:
         _show(plan, record)
     return 0
+
+
+def _show_path(path: TokenPath, format: str) -> None:
+    if format == "json":
+        return print(json.dumps(path.records()))
+    if format == "mermaid":
+        return print(path.mermaid())
+    console = Console(highlight=False)
+    console.print("One token through a layer; R replica, S shard, P partial sum, m mixed over the group's axes")
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for name in ("stage\nowner", "tensor\nper rank", "attn  moe\ndp tp ep tp", "sent per device"):
+        table.add_column(name, overflow="fold", no_wrap=name.startswith("attn"))
+    for stop in path:
+        stage, tensor, shape, *states, collective, sent, owner = stop.cells()
+        letters = "".join(f"{state[0]:3}" for state in states).strip()
+        moved = "-" if collective == "-" else "\n".join([*collective.split("; "), f"{sent} bytes"])
+        table.add_row(f"{stage}\n{owner}", f"{tensor}\n{shape}", letters, moved)
+    console.print(table)
 
 
 def _devices(options: ExplainOptions) -> tuple[Any, ...] | None:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxcoll.linear import partition_specs
 from jaxcoll.plan import LayerPlan
+from jaxcoll.plan_exchange import compiler_options
 from jaxcoll.step import Step, compile_step
 from jaxcoll.topology import Topology
 from models.deepseek_v4.bridge import Bridge
@@ -55,7 +56,8 @@ def compile_layer(
     topology: Topology,
     plan: LayerPlan,
     context: int,
-    compiler: Callable[[jax.stages.Lowered], jax.stages.Compiled] | None = None,
+    compiler: Callable[..., jax.stages.Compiled] | None = None,
+    xla_options: dict[str, Any] | None = None,
 ) -> LayerProgram:
     """Compiles a one-layer model's layer for the plan's shapes; nothing is allocated.
 
@@ -65,6 +67,7 @@ def compile_layer(
         plan: paths and static shapes.
         context: positions that each request's caches hold; a replica has as many requests as rows.
         compiler: see `compile_step`.
+        xla_options: over those that the plan's exchange needs.
 
     Raises:
         TopologyError: the topology does not divide the model.
@@ -83,6 +86,7 @@ def compile_layer(
             out_specs=(by_replica, by_replica),
             donate_argnums=(1, 2),
             compiler=compiler,
+            compiler_options=compiler_options(topology, plan.exchange) | (xla_options or {}),
         )
     return LayerProgram(step, layer, parameters, cache)
 

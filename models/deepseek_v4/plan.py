@@ -8,7 +8,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 
 from jaxcoll.links import machines
@@ -96,14 +95,15 @@ def _show(record: dict[str, Any]) -> None:
         f"{record['imbalance']:g}: step times that HBM, tensor cores and links allow at their peaks; not measured"
     )
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for title in ("GPUs", "tokens\n/GPU", "step\nms", "tokens/s\n/GPU", "attn\ndp x tp", "moe\nep x tp"):
+    for title in ("GPUs", "tok.\n/GPU", "step\nms", "tok/s\n/GPU", "attn\ndp x tp", "moe\nep x tp"):
         table.add_column(title, justify="right", no_wrap=True)
-    for title in ("path", "bound by", "memory"):
-        table.add_column(title)
+    table.add_column("path", overflow="fold", min_width=len("reduce_scatter"))
+    table.add_column("bound by")
+    table.add_column("memory")
     for job in record["jobs"]:
         for place, c in enumerate(job["candidates"]):
             first = (str(job["gpus"]), str(job["tokens_per_gpu"])) if place == 0 else ("", "")
-            t, held = c["topology"], decimal(sum(c["memory"].values()))
+            t, held = c["topology"], f"{sum(c['memory'].values()) / 1e9:,.0f} GB"
             table.add_row(
                 *first,
                 f"{c['step_ms']:,.2f}",
@@ -112,6 +112,6 @@ def _show(record: dict[str, Any]) -> None:
                 f"{t['moe_ep']}x{t['moe_tp']}",
                 c["name"],
                 c["bound"],
-                held if c["fits"] else f"{held}: too much",
+                held if c["fits"] else f"{held}\nno fit",
             )
     console.print(table)

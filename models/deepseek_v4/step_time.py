@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxcoll import cost, links
 from jaxcoll.plan import LayerPlan
 from jaxcoll.ragged import Transport
-from jaxcoll.states import Group
 from jaxcoll.targets import FACTS, GpuTarget
 from jaxcoll.topology import Topology
 from models.deepseek_v4.config import AttentionKind, Config
@@ -80,21 +79,11 @@ class Job:
     imbalance: float = 1.0
 
 
-def host_group(topology: Topology, gpus_per_host: int) -> Group:
-    """The leading axes of moe_ep that tell machines apart, or (): what `dispatch.host_axes` finds on devices."""
-    group = topology.group("moe_ep")
-    for cut in range(1, len(group)):
-        if topology.world > gpus_per_host == topology.world // topology.size(group[:cut]):
-            return group[:cut]
-    return ()
-
-
 def step_transfers(
-    config: Config, topology: Topology, plan: LayerPlan, gpus_per_host: int, transport: Transport = "ragged"
+    config: Config, topology: Topology, plan: LayerPlan, transport: Transport = "ragged"
 ) -> tuple[list[cost.Transfer], list[cost.Transfer]]:
     """What one layer communicates, and what a step does besides: ids and head."""
-    hosts = host_group(topology, gpus_per_host)
-    layer = layer_transfers(config, topology, plan, transport, hosts)
+    layer = layer_transfers(config, topology, plan, transport)
     row = config.hidden_size * jnp.dtype(config.torch_dtype).itemsize
     size = topology.size(topology.group(plan.head))
     vocabulary = -(-config.vocab_size // size) * size * 4  # logits are float32
@@ -122,7 +111,7 @@ def step_time(config: Config, topology: Topology, plan: LayerPlan, job: Job) -> 
     rows = max(plan.rows.counts)
     attention = sum(_attention_flops(config, i, job.context) for i in range(layers)) * rows / topology.attn_tp
     flops = 2 * rows * dense / jnp.dtype(config.torch_dtype).itemsize + layers * load.flops + attention
-    inner, besides = step_transfers(config, topology, plan, job.fleet.gpus_per_host)
+    inner, besides = step_transfers(config, topology, plan)
     each = links.total_seconds(inner, topology, job.fleet, job.imbalance)
     once = links.total_seconds(besides, topology, job.fleet)
     weights_s, caches_s = read / gpu.memory_bandwidth, caches / gpu.memory_bandwidth
