@@ -146,6 +146,8 @@ def draw_stages(stages: Sequence[Stage], topology: Topology, *, title: str = "")
     for rank in range(topology.world):
         ax.text(rank + 0.5, -0.25, str(rank), ha="center", va="bottom", fontsize=9, color=INK)
     ax.text(-0.3, -0.25, "rank", ha="right", va="bottom", fontsize=9, color=INK)
+    header = "state over (attn_dp, attn_tp), shape, collective"
+    ax.text(topology.world + 0.3, -0.25, header, ha="left", va="bottom", fontsize=9, color=INK)
     for row, stage in enumerate(stages):
         for rank in range(topology.world):
             _draw_held(ax, rank, row, stage.states, *topology.attention_ranks(rank))

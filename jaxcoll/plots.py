@@ -114,7 +114,7 @@ def timeline(bars: Sequence[Bar], *, title: str = "", ax: Any = None) -> Any:
     ax.set(xlim=(-0.01 * end, 1.01 * end), xlabel="position in the schedule [instructions]")
     ax.set(yticks=(0, 1), yticklabels=_LANES, ylim=(1.5, -0.9))
     ax.set_title(title, fontsize=11)
-    ax.legend(frameon=False, fontsize=9, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    ax.legend(frameon=False, fontsize=9, ncols=6, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     return ax
 
 

@@ -5,6 +5,7 @@ plain ragged exchange. No network and no GPU was measured.
 """
 
 import functools
+from typing import Any
 
 import pytest
 from tiny_models import published
@@ -27,11 +28,12 @@ SIZES = dict(
 
 
 @functools.cache
-def exchanges(hosts: int, layers: int = 2, **choices: str) -> list[Scheduled]:
+def exchanges(hosts: int, layers: int = 2, **choices: Any) -> list[Scheduled]:
     """The rows' exchanges of a step, in the order of their start; nothing else may carry rows."""
     topology = Topology(8 * hosts, 1, devices=gpu_devices("h200", hosts, 8))
     config = Config.from_dict(published(**SIZES, compress_ratios=[0] * layers, n_routed_experts=32 * hosts))
-    settings = Settings(**{"moe_backend": "all_to_all", "kernels": "xla", **choices})
+    choices = {"moe_backend": "all_to_all", "kernels": "xla", **choices}
+    settings = Settings(**choices)
     plan = plan_decode(config, topology, (ROWS,) * topology.attn_dp, settings)
     model = DeepSeekV4(config, topology, settings)
     caches = cache_shapes(config, ROWS * topology.attn_dp, 64)
