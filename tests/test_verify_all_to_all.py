@@ -3,6 +3,8 @@
 import pytest
 from golden import ODD, TINY, WIDE
 
+from jaxcoll.plan import PlanError
+from jaxcoll.topology import TopologyError
 from models.deepseek_v4 import experts, verify
 from models.options import PathOptions, TopologyOptions, VerifyOptions
 from models.progress import Working
