@@ -37,6 +37,7 @@ from jaxcoll.dispatch import (
 )
 from jaxcoll.level import Level
 from jaxcoll.states import StateError
+from jaxcoll.step import compile_step
 from jaxcoll.topology import Topology
 
 ROWS, K, WIDTH, LOCAL = 5, 3, 4, 2
@@ -339,3 +340,23 @@ def test_row_numbers_past_two_to_the_31_are_refused_at_trace_time(mode, rows, wo
     with pytest.raises(ValueError, match=words):
         level.capacities(rows, 2 if mode == "normal" else 8)
     level.capacities(rows // 64, 2)
+
+
+@pytest.mark.parametrize("mode", ["normal", "low_latency"])
+@pytest.mark.parametrize("rows", [16, 64])
+def test_dense_memory_is_that_of_the_bounds(mode, rows):
+    """On 8 devices: blocks that leave and that arrive, the receive buffer and the packed rows, and nothing else."""
+    topology, k, width, local = Topology(8, 1), 6, 256, 4
+    spec = DispatchSpec.of(topology, 8 * local, mode=mode)
+
+    def run(x, ids, weights):
+        received, handle = dispatch(x, ids, weights, spec)
+        return combine(received.x * 2, handle)
+
+    world, total = everywhere(topology), 8 * rows
+    args = [shape(total, width), shape(total, k, dtype="int32"), shape(total, k)]
+    program = compile_step(run, topology, args, in_specs=[world] * 3, out_specs=world)
+    blocks, buffer = (total, total) if mode == "normal" else (total * min(k, local), total * local)
+    held = program.compiled.memory_analysis().temp_size_in_bytes  # pyright: ignore[reportOptionalMemberAccess]
+    ceiling = (2 * blocks + buffer + rows * k) * width * 4
+    assert 0.5 * ceiling < held <= 1.02 * ceiling  # 2 %: integers
