@@ -20,8 +20,9 @@ from typing import NoReturn
 
 import jax
 
-from jaxcoll.coordination import DISAGREEMENT_EXIT, PEER_TIMEOUT_EXIT, DisagreementError, PeerTimeout
-from jaxcoll.watchdog import Verdict, Watchdog, current, watch
+from jaxcoll.coordination import DISAGREEMENT_EXIT, PEER_TIMEOUT_EXIT, DisagreementError, PeerTimeout, in_a_job
+from jaxcoll.peers import Verdict
+from jaxcoll.watchdog import Watchdog, current, watch
 
 _LINGER_SECONDS = 4.0  # the coordinator's process goes last, so that the others can still read why
 _TELL_SECONDS = 1.0
@@ -66,7 +67,9 @@ def leave(code: int, reason: str) -> NoReturn:
     if (watchdog := current()) is not None:
         watchdog.errand(_TELL_SECONDS, watchdog.tell_end, code, reason)
         if watchdog.process_id == 0:
-            watchdog.errand(_LINGER_SECONDS, _until_all_have_ended, watchdog)
+            watchdog.errand(_LINGER_SECONDS, _until_all_have_gone, watchdog)
+        else:
+            watchdog.errand(_TELL_SECONDS, watchdog.tell_gone)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -114,10 +117,10 @@ def give_up(verdict: Verdict) -> NoReturn:
 def finish() -> None:
     """Leaves the job together with the others, when all of them have come to their end.
 
-    Where one of them failed instead, this process says so and ends with the exit code of a lost peer.
+    Where one of them failed instead, this process says so and ends with the exit code of what is wrong with the job.
     """
     watchdog = current()
-    if watchdog is None:
+    if watchdog is None or not in_a_job():  # never joined, or left by JAX's own shutdown
         return
     watchdog.errand(_TELL_SECONDS, watchdog.tell_end, 0, "")
     while watchdog.verdict is None and not watchdog.have_ended():
@@ -127,9 +130,9 @@ def finish() -> None:
         _claim()
         print(f"jaxcoll: this process ended well, the job did not: {watchdog.verdict.text}", file=sys.stderr)
         leave(exit_code(watchdog.verdict.error()), watchdog.verdict.text)
+    jax.distributed.shutdown()  # waits for everyone, so it is still watched
     watchdog.stop()
     watch(None)
-    jax.distributed.shutdown()
 
 
 def _finish() -> None:
@@ -153,8 +156,8 @@ def _claim() -> None:
     _leaver = threading.get_ident()
 
 
-def _until_all_have_ended(watchdog: Watchdog) -> None:
-    while not watchdog.have_ended():
+def _until_all_have_gone(watchdog: Watchdog) -> None:
+    while not watchdog.have_gone():
         time.sleep(_POLL_SECONDS)
 
 

@@ -7,7 +7,6 @@ judges, because the first hangs when the service does. Nothing is sent per step.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import queue
 import re
@@ -15,71 +14,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from jaxcoll import coordination
-from jaxcoll.coordination import DisagreementError, PeerTimeout
 from jaxcoll.order import Order
+from jaxcoll.peers import Flight, Peer, Verdict
 
 PEER_SECONDS, STEP_SECONDS = 10.0, 20.0
 _FOLDER = "jaxcoll/watch"
 _JUDGE_SECONDS = 0.2
 _LATE_SECONDS = 2.0  # how long a thread that can raise may take before the judge ends the process itself
-_LONGEST_PAUSE = 2e-3
-
-
-class Verdict(NamedTuple):
-    """What is wrong with the job: someone is lost, or the processes differ."""
-
-    lost: bool
-    text: str
-
-    def error(self) -> PeerTimeout | DisagreementError:
-        """To be raised."""
-        return (PeerTimeout if self.lost else DisagreementError)(self.text)
-
-
-@dataclasses.dataclass
-class Peer:
-    """What is known of another process.
-
-    Attributes:
-        count: how often it has beaten.
-        step, doing: the last step it dispatched, and what it said it does.
-        heard: when its last beat arrived here.
-        code: with which exit code it has ended; None if it has not.
-        reason: why it has ended.
-        order: how many programs it has dispatched, and the mark of their order.
-    """
-
-    heard: float
-    count: int = -1
-    step: int = 0
-    doing: str = "starting"
-    code: int | None = None
-    reason: str = ""
-    order: tuple[int, int] = (0, 0)
-
-
-@dataclasses.dataclass
-class _Flight:
-    """What this process cannot finish alone.
-
-    Attributes:
-        since: when it began.
-        outputs: of a step; None while it is dispatched, or where it is no step.
-        patient: lasts as long as the others need.
-    """
-
-    since: float
-    outputs: list[weakref.ref] | None = None
-    patient: bool = False
-
-    def over(self) -> bool:
-        """Its outputs are ready, deleted or forgotten."""
-        return self.outputs is not None and not any(_unready(ref()) for ref in self.outputs)
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 2e-3  # between looks at a step: a twentieth of what it has taken so far
 
 
 class Watchdog:
@@ -116,7 +63,7 @@ class Watchdog:
         now = time.monotonic()
         self.peers = {rank: Peer(now) for rank in range(processes) if rank != process_id}
         self._contact = now  # when the service last answered
-        self._flight: _Flight | None = None
+        self._flight: Flight | None = None
         self._acquitted: BaseException | None = None
         self._errands: queue.SimpleQueue = queue.SimpleQueue()
 
@@ -147,7 +94,7 @@ class Watchdog:
         self.step += counted
         self.order.note(fingerprint)
         self.doing, self.plan = name, plan
-        flight = self._flight = _Flight(time.monotonic())
+        flight = self._flight = Flight(time.monotonic())
 
         def note(outputs: Any) -> Any:
             flight.outputs = [weakref.ref(leaf) for leaf in jax.tree.leaves(outputs) if isinstance(leaf, jax.Array)]
@@ -173,13 +120,12 @@ class Watchdog:
             DisagreementError: a process has run other programs, or in another order.
             JaxRuntimeError: the step failed, and no peer is to blame.
         """
-        arrays, pause = list(arrays), 1e-4
-        waiting = arrays
+        waiting = arrays = list(arrays)
+        began = time.monotonic()
         try:
             while waiting := [array for array in waiting if not array.is_ready()]:
                 self.check()
-                time.sleep(pause)
-                pause = min(pause * 1.5, _LONGEST_PAUSE)
+                time.sleep(min(max(time.monotonic() - began, _SHORTEST_PAUSE) / 20, _LONGEST_PAUSE))
             jax.block_until_ready(arrays)
         except Exception as error:
             self.blame(error)
@@ -199,7 +145,7 @@ class Watchdog:
 
     def waiting_for_others(self, doing: str) -> None:
         """This process waits outside of a step, so a peer that has ended is a lost one."""
-        self.doing, self._flight = doing, _Flight(time.monotonic(), patient=True)
+        self.doing, self._flight = doing, Flight(time.monotonic(), patient=True)
 
     def done_waiting(self) -> None:
         """It has what it waited for."""
@@ -209,6 +155,15 @@ class Watchdog:
         """Tells the others that this process ends now, and after which step."""
         record = {"code": code, "step": self.step, "reason": reason, "order": [self.order.position, self.order.mark]}
         coordination.put(f"{_FOLDER}/end.{self.process_id}", json.dumps(record))
+
+    def tell_gone(self) -> None:
+        """Tells process 0 that this one asks nothing more."""
+        coordination.put(f"{_FOLDER}/gone.{self.process_id}", "")
+
+    def have_gone(self) -> bool:
+        """Whether no peer that still beats asks the service for anything; reads it."""
+        self._read()
+        return all(peer.gone or self._silent(peer) for peer in self.peers.values())
 
     def have_ended(self) -> bool:
         """Whether every peer that still beats has said that it ends; reads the service."""
@@ -256,6 +211,7 @@ class Watchdog:
         found = coordination.everything_under(_FOLDER)
         now = time.monotonic()
         for rank, peer in self.peers.items():
+            peer.gone = f"gone.{rank}" in found
             if end := found.get(f"end.{rank}"):
                 record = json.loads(end)
                 peer.step, peer.reason, peer.order = record["step"], record["reason"], tuple(record["order"])
@@ -325,7 +281,7 @@ class Watchdog:
             return f"{where}; {self._said(behind, 'not at it')}"
         return f"{where}, although every process is at it and alive; {self._everyone()}"
 
-    def _in_flight(self) -> _Flight | None:
+    def _in_flight(self) -> Flight | None:
         flight = self._flight
         return None if flight is None or flight.over() else flight
 
@@ -355,10 +311,6 @@ class Watchdog:
 def _of_the_runtime(error: BaseException) -> bool:
     """A failed step is a JaxRuntimeError, or a ValueError with a status in capitals: UNKNOWN: Gloo AllGather failed."""
     return isinstance(error, jax.errors.JaxRuntimeError | ValueError) and bool(re.match("[A-Z_]+: ", str(error)))
-
-
-def _unready(array: Any) -> bool:
-    return array is not None and not array.is_deleted() and not array.is_ready()
 
 
 def _try(act: Callable, *args: Any) -> bool:

@@ -19,6 +19,7 @@ PLATFORMS = "JAX_PLATFORMS"
 CPU_DEVICES = "JAX_NUM_CPU_DEVICES"
 HOST_DEVICES_FLAG = "--xla_force_host_platform_device_count"
 PLUGIN_LOG = "TF_CPP_MIN_LOG_LEVEL"
+_set_here: list[str] = []  # variables that prepare_devices chose, so that a job may choose again
 MOST_DEVICES = 1024  # of one process; a CPU shows any number asked for, and runs out of memory starting them
 
 
@@ -43,8 +44,9 @@ def prepare_devices(world: int, *, cpu_only: bool = False, quiet: bool = False) 
         os.environ.setdefault(PLUGIN_LOG, "3")
     if cpu_only or not gpu_present():
         os.environ.setdefault(PLATFORMS, "cpu")
-    if HOST_DEVICES_FLAG not in os.environ.get("XLA_FLAGS", ""):
-        os.environ.setdefault(CPU_DEVICES, str(world))
+    if HOST_DEVICES_FLAG not in os.environ.get("XLA_FLAGS", "") and CPU_DEVICES not in os.environ:
+        os.environ[CPU_DEVICES] = str(world)
+        _set_here.append(CPU_DEVICES)
 
 
 def join_job(world: int) -> Job:
@@ -92,7 +94,7 @@ def _check_devices(world: int, processes: int) -> None:
     """
     import jax
 
-    if os.environ.get(CPU_DEVICES) == str(world):  # from prepare_devices, which cannot know the job
+    if CPU_DEVICES in _set_here:
         jax.config.update("jax_num_cpu_devices", world // processes)
     if jax.device_count() != world:
         raise UserError(

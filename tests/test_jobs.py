@@ -113,3 +113,10 @@ def test_integer_sums_of_big_chunks_are_exact():
     for process in job.values():
         assert process.code == 0, process.err
         assert process.out.splitlines()[-1] == "exact 20"
+
+
+def test_devices_are_those_of_the_whole_job(layer):
+    refused = launched(2, 8, "verify", layer, "--devices", "4")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    said = "the job's 2 processes show 8 devices, but the command is for 4; --devices is the sum over all processes"
+    assert f"[0] jaxcoll: {said}\n" in refused.stderr and f"[1] jaxcoll: {said}\n" in refused.stderr

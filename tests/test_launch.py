@@ -22,7 +22,11 @@ def start(script: str, processes: int = 3, **more: str) -> subprocess.Popen[byte
 
 
 def finish(launched: subprocess.Popen[bytes]) -> tuple[int, bytes, list[bytes]]:
-    out, err = launched.communicate(timeout=60)
+    try:
+        out, err = launched.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        launched.kill()  # its processes end with it
+        raise
     return launched.returncode, out, sorted(filter(None, err.split(b"\n")))
 
 
