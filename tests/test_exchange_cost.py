@@ -60,7 +60,7 @@ def test_padded_blocks_on_cpu_are_what_is_predicted(sizes, counts, mode, wire):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "mode", "wire"),
-    [((8, 1, 8), "normal", "bf16"), ((4, 2, 4), "normal", "fp8"), ((8, 1, 8), "low_latency", "fp8")],
+    [((4, 2, 4), "normal", "fp8"), ((8, 1, 8), "low_latency", "bf16")],
 )
 def test_ragged_exchanges_on_gpus_are_what_is_predicted(sizes, mode, wire):
     devices = gpu_devices("h200", 1, 8)
