@@ -73,11 +73,12 @@ def exchange_transfers(
     there, home = row_bytes(resolve(plan.exchange.wire, shapes.dtype, shapes.width), shapes.width)
     moved = []
     for levels in _waves(topology, plan, shapes, transport, plan.exchange.hosts if hosts is None else hosts):
-        rows, back = own * topology.moe_tp, []
+        rows, senders, back = own * topology.moe_tp, 1, []
         for level in levels:
-            moved += _out(level, topology, shapes, rows, real, there)
-            back = _sent(level, topology, shapes, rows, real, home, "combine", True) + back
-            rows *= level.ranks
+            each = rows * real * copies_per_row(level, shapes.choices, senders)  # copies that a rank sends on average
+            moved += _out(level, topology, shapes, rows * senders, each, there)
+            back = _sent(level, topology, shapes, rows * senders, each, home, "combine", True) + back
+            senders *= level.ranks
         moved += back
     shared = 2 * shapes.choices * _INT  # ids and weights go with the rows
     spread = own * (shapes.row_bytes + shared)
@@ -107,17 +108,24 @@ def _waves(
 
 
 def _out(
-    level: Level, topology: Topology, shapes: ExpertShapes, rows: int, real: float, encoded: int
+    level: Level, topology: Topology, shapes: ExpertShapes, rows: int, copies: float, encoded: int
 ) -> list[Transfer]:
     """Counts, then rows: values and, beside them as integers, ids and weights in normal mode and fp8 scales."""
     counts = (level.ranks if level.mode == "normal" else level.ranks * level.experts) * _INT
     agreed = transfer("all_gather", level.group, topology, counts, counts * level.ranks, "counts")
     beside = 2 * shapes.choices * _INT if level.mode == "normal" else 0
-    return agreed + _sent(level, topology, shapes, rows, real, encoded + beside, "dispatch", False)
+    return agreed + _sent(level, topology, shapes, rows, copies, encoded + beside, "dispatch", False)
 
 
 def _sent(
-    level: Level, topology: Topology, shapes: ExpertShapes, rows: int, real: float, each: int, purpose: str, home: bool
+    level: Level,
+    topology: Topology,
+    shapes: ExpertShapes,
+    rows: int,
+    copies: float,
+    each: int,
+    purpose: str,
+    home: bool,
 ) -> list[Transfer]:
     """Rows of `each` bytes to their experts' ranks, or home."""
     room = level.capacities(rows, shapes.choices)
@@ -131,17 +139,21 @@ def _sent(
     operand, result = room.send * each, slabs * room.slab * each
     if home:
         operand, result = result, operand
-    travelling = round(rows * real * copies_per_row(level, shapes.choices) * each)
-    return transfer("ragged_all_to_all", level.group, topology, operand, result, purpose, travelling)
+    return transfer("ragged_all_to_all", level.group, topology, operand, result, purpose, round(copies * each))
 
 
-def copies_per_row(level: Level, choices: int) -> float:
+def copies_per_row(level: Level, choices: int, senders: int = 1) -> float:
     """Copies that a row's K distinct experts cause, the row's own rank included, if every choice is as likely.
 
     One per expert in low latency; in normal mode one per rank: R * (1 - chance that none of its L experts is chosen).
+
+    Args:
+        senders: ranks of the levels before this one, which pass on what they got: R is then all ranks that a row can
+            reach, and copies are counted per row of its first sender.
     """
     if level.mode == "low_latency":
         return choices * level.share
-    total = round(level.ranks * level.experts / level.share)
+    ranks = level.ranks * senders
+    total = round(ranks * level.experts / level.share)
     missed = math.comb(total - level.experts, choices) / math.comb(total, choices)
-    return level.ranks * (1 - missed)
+    return ranks * (1 - missed)

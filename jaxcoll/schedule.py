@@ -75,11 +75,12 @@ def matmul_flops(program: jax.stages.Compiled | str, devices: int, scope: str, t
     Args:
         devices: what the program is compiled for.
         scope: part of the named-scope path of the matmul, or of the fusion or loop around it.
-        trips: of a loop whose trips are data.
+        trips: of the loops in that scope whose trips are data, all together; each is taken to have an equal share.
     """
     text = program if isinstance(program, str) else program.as_text() or ""
     reader = _Reader(text, devices)
-    return reader.flops(reader.entry, scope, trips, inside=False)
+    loops = reader.loops(reader.entry, scope)
+    return reader.flops(reader.entry, scope, trips / max(loops, 1), inside=False)
 
 
 class _Reader:
@@ -133,6 +134,15 @@ class _Reader:
             if opcode not in _MOVES_NOTHING and not opcode.endswith(("-start", "-done", "-update")):
                 found[source_path(line.text) or line.name] = None
         return ()
+
+    def loops(self, name: str, scope: str) -> int:
+        """Loops within a scope whose trips are data."""
+        found = 0
+        for line in self.computations[name]:
+            counted = _opcode(line) == "while" and not _TRIPS.search(line.text)
+            found += counted and scope in (source_path(line.text) or "")
+            found += sum(self.loops(body, scope) for body in self.called(line))
+        return found
 
     def flops(self, name: str, scope: str, trips: float, *, inside: bool) -> float:
         total = 0.0

@@ -148,3 +148,9 @@ def test_matmul_work_counts_dots_sums_of_products_and_trips(scope, trips, wanted
 def test_a_known_trip_count_wins_over_the_one_that_is_told():
     known = MATMULS.replace("body=%body,", 'body=%body, backend_config={"known_trip_count":{"n":"7"}},')
     assert matmul_flops(known, 4, "routed_experts/while", 5) == 7 * 2 * 3 * 6 * 8
+
+
+def test_loops_of_several_waves_share_the_trips():
+    second = "  %loop.2 = (bf16[6,8]{1,0}, bf16[3,8]{1,0}) while(%init), condition=%cond, body=%body, "
+    second += NAMED % "moe/routed_experts/while" + "\n  %row ="
+    assert matmul_flops(MATMULS.replace("  %row =", second), 4, "routed_experts/while", 5) == 5 * 2 * 3 * 6 * 8

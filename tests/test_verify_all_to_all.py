@@ -99,7 +99,7 @@ def test_experts_that_do_not_divide_name_the_copies_that_would():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "size"), [("normal", 2), ("low_latency", 1)])
+@pytest.mark.parametrize(("mode", "size"), [("normal", 2)])
 def test_experts_block_by_block_compute_what_the_trace_says(monkeypatch, mode, size):
     monkeypatch.setattr(experts, "DENSE_WORK", -1)
     monkeypatch.setattr(experts, "block_rows", lambda _: size)

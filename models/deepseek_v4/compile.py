@@ -86,7 +86,12 @@ def _topology_record(topology: Topology, options: CompileOptions) -> dict[str, A
 def _layer_record(
     config: Config, one: Config, topology: Topology, plan: LayerPlan, program: LayerProgram, options: CompileOptions
 ) -> dict[str, Any]:
-    """What one compiled layer communicates, holds and multiplies, per device."""
+    """What one compiled layer communicates, holds and multiplies, per device.
+
+    Expert work: compiled is every matmul in the program, times the blocks of rows that experts have where the load is
+    as even as whole rows allow; needed is tokens * K / moe_ep rows through three matrices of D x F / moe_tp. What
+    tensor cores pad beyond that (to 8 rows) is in neither.
+    """
     compiled, load = program.step.compiled, expert_load(one, topology, sum(plan.rows.counts), plan.rows)
     machines = ("hosts", options.hosts), ("gpus", options.gpus_per_host)
     whole = model_bytes(config, topology, plan, options.context)

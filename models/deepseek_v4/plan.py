@@ -95,15 +95,15 @@ def _show(record: dict[str, Any]) -> None:
         f"{record['imbalance']:g}: step times that HBM, tensor cores and links allow at their peaks; not measured"
     )
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for title in ("GPUs", "tok.\n/GPU", "step\nms", "tok/s\n/GPU", "attn\ndp x tp", "moe\nep x tp"):
+    for title in ("GPUs", "tok.\n/GPU", "step\nms", "tok/s\n/GPU", "attn\ndpxtp", "moe\nepxtp"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("path", overflow="fold", min_width=len("reduce_scatter"))
     table.add_column("bound by")
-    table.add_column("memory")
+    table.add_column("GB", justify="right")
     for job in record["jobs"]:
         for place, c in enumerate(job["candidates"]):
             first = (str(job["gpus"]), str(job["tokens_per_gpu"])) if place == 0 else ("", "")
-            t, held = c["topology"], f"{sum(c['memory'].values()) / 1e9:,.0f} GB"
+            t, held = c["topology"], f"{sum(c['memory'].values()) / 1e9:,.0f}"
             table.add_row(
                 *first,
                 f"{c['step_ms']:,.2f}",
