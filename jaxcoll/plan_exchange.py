@@ -91,10 +91,10 @@ def _choose_levels(topology: Topology, settings: Settings) -> tuple[Group, str, 
     if settings.levels == "hosts" and not found:
         raise PlanError(f"levels hosts is impossible here because {why}")
     if not found:
-        return (), why, Alternative("hosts", True, why)
+        return (), why, Alternative("levels hosts", True, why)
     if settings.levels == "flat":
-        return (), _BY_NAME, Alternative("hosts", False, "flat was asked for by name")
-    return found, why, Alternative("flat", False, "one copy per host is enough on the links between hosts")
+        return (), _BY_NAME, Alternative("levels hosts", False, "flat was asked for by name")
+    return found, why, Alternative("levels flat", False, "one copy per host is enough on the links between hosts")
 
 
 def _choose_overlap(settings: Settings) -> tuple[Overlap, str, list[Alternative]]:
@@ -103,15 +103,17 @@ def _choose_overlap(settings: Settings) -> tuple[Overlap, str, list[Alternative]
         why_not = "a fused call has no phases between which other work could be placed"
         if named != "auto":
             raise PlanError(f"overlap {named} is impossible here because {why_not}")
-        others = [Alternative(name, True, why_not) for name in ("none", "shared_expert", "two_batch")]
+        others = [Alternative(f"overlap {name}", True, why_not) for name in ("none", "shared_expert", "two_batch")]
         return "waves", "a fused call cuts its experts into waves", others
     names: tuple[Overlap, ...] = ("none", "shared_expert", "two_batch")
-    others = [Alternative("waves", True, "only a fused call cuts its experts into waves")]
+    others = [Alternative("overlap waves", True, "only a fused call cuts its experts into waves")]
     if named == "auto":
-        others.append(Alternative("none", False, "the shared expert is free to work while rows travel"))
-        others.append(Alternative("two_batch", False, "each half reads all weights, which decoding pays for"))
+        others.append(Alternative("overlap none", False, "the shared expert is free to work while rows travel"))
+        others.append(Alternative("overlap two_batch", False, "each half reads all weights, which decoding pays for"))
         return "shared_expert", "it needs nothing of what travels", others
-    others += [Alternative(name, False, f"{named} was asked for by name") for name in names if name != named]
+    others += [
+        Alternative(f"overlap {name}", False, f"{named} was asked for by name") for name in names if name != named
+    ]
     return named, _BY_NAME, others
 
 

@@ -20,18 +20,21 @@ def explained(capsys, *words: str) -> dict:
         ("--attn-dp", "4", "--attn-tp", "1", "--combine", "reduce_scatter", "--target", "h200"),
         ("--attn-dp", "2", "--attn-tp", "2", "--gather", "sum_len", "--head", "world"),
         ("--attn-dp", "4", "--attn-tp", "2", "--moe-backend", "all_to_all"),
+        ("--attn-dp", "4", "--attn-tp", "2", "--moe-ep", "4", "--moe-backend", "fused"),
+        ("--attn-dp", "2", "--attn-tp", "2", "--overlap", "two_batch", "--requests-per-replica", "4,3"),
     ],
 )
 def test_the_program_sends_what_the_plan_predicts(capsys, words):
     record = explained(capsys, *words)
     predicted, compiled = record["totals"]["predicted"], record["totals"]["compiled"]
     assert predicted == compiled and sum(t["wire_bytes"] for t in compiled.values()) > 0
-    way = "dispatch" if "all_to_all" in words else "gather"
+    exchanges = {"all_to_all", "fused", "two_batch"} & set(words)
+    way = "dispatch" if exchanges else "gather"
     assert [h["name"] for h in record["plan"]] == ["attention", way, "combine", "shared_expert", "head"]
     assert sum(h["reduces"] for h in record["plan"] if h["name"] != "attention") == 1
     assert all(h["reason"] for h in record["plan"])
     why = "the gather backend packs no rows and adds none up: only an all_to_all has kernels"
-    if "all_to_all" in words:
+    if exchanges:
         why = "the device is cpu (cpu), and the kernels are for Hopper and Blackwell GPUs"
     assert (record["kernels"]["path"], record["kernels"]["impossible"]) == ("xla", {"pallas": why})
     assert sum(c["operand_bytes"] for c in record["collectives"]) == sum(t["operand_bytes"] for t in compiled.values())
