@@ -11,7 +11,7 @@ from typing import Literal
 
 import jax
 
-from jaxcoll.explain import _group_name
+from jaxcoll.explain import group_name
 from jaxcoll.hlo import Collective, _Line, source_path
 from jaxcoll.replica_groups import IRREGULAR, Axes
 from jaxcoll.schedule import _opcode, _Reader
@@ -97,7 +97,7 @@ def _sent(reader: _Reader, line: _Line, topology: Topology, machines: Axes) -> d
     by_machine = _collectives(reader, line, dict(machines))
     for one, other in zip(_collectives(reader, line, topology.axes), by_machine, strict=True):
         axes = one.group.split(",")
-        group = _group_name(topology, axes) if set(axes) <= set(topology.axes) else one.group
+        group = group_name(topology, axes) if set(axes) <= set(topology.axes) else one.group
         label = f"{one.kind}({other.group if group == IRREGULAR and machines else group})"
         if one.group_size > 1:
             sent[label] = sent.get(label, 0.0) + one.wire_bytes
