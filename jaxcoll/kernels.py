@@ -13,7 +13,7 @@ from jaxcoll.hand_over import PlanError
 from jaxcoll.plan_exchange import Exchange
 from jaxcoll.settings import Settings
 from jaxcoll.split import chunk_rows
-from jaxcoll.topology import Topology
+from jaxcoll.topology import Topology, TopologyError
 from pallas_kernels.choice import Device, Kernels, unsupported_device, unsupported_shape
 
 
@@ -64,7 +64,7 @@ def plan_kernels(
         PlanError: Pallas was asked for by name and is impossible here, with the reason.
     """
     named = settings.kernels == "pallas"
-    if not named and not hasattr(topology.mesh.devices.flat[0], "platform"):  # numbers stand for devices
+    if not named and not _has_devices(topology):
         return KernelPlan(None, "which devices will run it was not told")
     interpret = named and settings.pallas_interpret
     obstacle = _obstacle(topology, exchange, rows, row, interpret=interpret)
@@ -78,6 +78,14 @@ def plan_kernels(
     if row is None:
         return KernelPlan(None, "the device runs Pallas, and what a row is was not told")
     return KernelPlan("pallas", f"{_device(topology).kind} runs it, and {row.width} channels of {row.dtype} fit")
+
+
+def _has_devices(topology: Topology) -> bool:
+    """Whether the mesh is of devices; a job that is only planned has numbers for them, or more than are here."""
+    try:
+        return hasattr(topology.mesh.devices.flat[0], "platform")
+    except TopologyError:
+        return False
 
 
 def _device(topology: Topology) -> Device:
