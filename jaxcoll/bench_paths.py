@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcoll import hlo, plots
 from jaxcoll.collectives import declare_partial
 from jaxcoll.combine import Way, combine, combine_impossible
-from jaxcoll.dispatch import DispatchSpec, dispatch
+from jaxcoll.dispatch import DispatchSpec, Received, dispatch
 from jaxcoll.dispatch import combine as combine_home
 from jaxcoll.gather import gather, gather_impossible
 from jaxcoll.level import Mode
@@ -111,6 +111,8 @@ def _exchange(topology: Topology, form: Mode, sizes: tuple[int, int, int, int]) 
         with jax.named_scope("gather"):
             received, handle = dispatch(own[0], own[1], own[2], spec)
         y = received.x * (lax.axis_index(spec.moe_ep) + 1)  # stands for this rank's experts
+        if isinstance(received, Received):
+            y = y * jnp.sum(received.topk_weights, axis=1)[:, None]
         with jax.named_scope("combine"):
             return join_rows(combine_home(y, handle), tp, rows=rows)
 

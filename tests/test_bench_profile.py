@@ -26,7 +26,7 @@ WORDS = ("bench", str(WIDE), "--attn-dp", "2", "--attn-tp", "1", "--batch", "2",
 AROUND = ("hc_attn.read", "attn", "attn.all_reduce", "hc_attn.write", "hc_ffn.read", "hc_ffn.write")
 HAND_OVERS = {  # every scope of a layer, and those in which something is sent
     "gather": ("moe.gather", "moe/route", "moe/experts", "moe/shared", "moe.combine"),
-    "all_to_all": ("moe.split", "moe/route", "moe/dispatch", "moe/dispatch/shared", "moe/experts", "moe/combine",
+    "all_to_all": ("moe.split", "moe/route", "moe/dispatch", "moe/shared", "moe/experts", "moe/combine",
                    "moe.join"),
 }  # fmt: skip
 SENDING = {

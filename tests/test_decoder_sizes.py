@@ -148,5 +148,5 @@ def test_a_step_at_the_published_shapes_passes_the_audit(shapes, sizes):
     mapped = jax.shard_map(step, mesh=topology.mesh, in_specs=specs, out_specs=(rows, rows))
     traced = jax.jit(mapped).trace(nnx.to_pure_dict(state), caches, batch, np.array(counts, np.int32))
     audit(traced)
-    assert str(traced.jaxpr).count("ragged_dot_general") == 3 * 3
+    assert str(traced.jaxpr).count(" while[") == 3  # each layer's experts, block by block
     assert traced.out_info[1].shape == (plan.rows.rows * topology.attn_dp,)
