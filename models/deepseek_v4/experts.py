@@ -91,10 +91,11 @@ class Experts(nnx.Module):
     def _per_expert(self, x: Array, counts: Array, cut: Cut) -> Array:
         local, capacity, width = x.shape
         if 3 * local * capacity * self.w1.shape[1] * width <= DENSE_WORK:
+            # The rows first: with rows of their own for each expert XLA:CPU is then half as slow as weights first.
             w1, w3, w2 = self._weights(cut)
-            hidden = gated(_by_expert(w1, x), _by_expert(w3, x), self.config.swiglu_limit)
-            out = lax.dot_general(w2, hidden.astype(x.dtype), (((2,), (1,)), ((0,), (0,))))  # [L, D, C]
-            return out.transpose(0, 2, 1)
+            each = (((2,), (2,)), ((0,), (0,)))
+            hidden = gated(lax.dot_general(x, w1, each), lax.dot_general(x, w3, each), self.config.swiglu_limit)
+            return lax.dot_general(hidden.astype(x.dtype), w2, each)  # [L, C, D]
         size = min(self.block_rows(capacity), capacity)
 
         def block(expert: Array, offset: Array, x: Array) -> Array:
