@@ -54,7 +54,7 @@ def test_a_person_reads_what_moves_while_what_is_computed(capsys, tmp_path):
     words = ("--hosts", "2", "--gpus-per-host", "2", "--moe-backend", "all_to_all", "--dispatch", "normal")
     assert main(["compile", tiny, *words, "--attn-tp", "2", "--target", "b200"]) == 0
     out, err = capsys.readouterr()
-    assert err == "" and " for b200, 2 hosts x 2 GPUs: attn_dp 2 x attn_tp 2 = moe_ep 4 x moe_tp 1" in " ".join(
+    assert err == "" and " for b200, 2 x 2 GPUs: attn_dp 2 x attn_tp 2 = moe_ep 4 x moe_tp 1" in " ".join(
         out.split()
     )
     assert out.count("layer: collectives in schedule order") == out.count("window layer") == 1

@@ -135,7 +135,7 @@ def _collective_record(found: Scheduled) -> dict[str, Any]:
 def _show(record: dict[str, Any], plan: LayerPlan) -> None:
     console, t = Console(highlight=False), record["topology"]
     console.print(
-        f"{record['model']} for {record['target']}, {t['hosts']} hosts x {t['gpus_per_host']} GPUs: "
+        f"{record['model']} for {record['target']}, {t['hosts']} x {t['gpus_per_host']} GPUs: "
         f"attn_dp {t['attn_dp']} x attn_tp {t['attn_tp']} = moe_ep {t['moe_ep']} x moe_tp {t['moe_tp']}; "
         f"rows {plan.gather}, {plan.combine}, shared expert {plan.shared_expert}; "
         f"compiled in {record['compile_seconds']:.1f} s"
