@@ -13,6 +13,7 @@ import json
 import os
 import statistics
 import time
+from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -28,7 +29,7 @@ from jaxcoll.dispatch import DispatchSpec, Received, dispatch
 from jaxcoll.dispatch import combine as combine_home
 from jaxcoll.gather import gather, gather_impossible
 from jaxcoll.level import Mode
-from jaxcoll.pictures import pyplot
+from jaxcoll.plot_file import PlotError, check_plot, save_plot
 from jaxcoll.rows import GatherMode
 from jaxcoll.split import join_rows, split_rows
 from jaxcoll.step import Step, compile_step
@@ -140,12 +141,12 @@ def main(argv: list[str] | None = None) -> int:
     for name, default in (*shape, ("rounds", ROUNDS), ("experts", EXPERTS), ("topk", TOPK)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--plot", metavar="FILE", help="saves a chart of the bytes, such as bytes.png")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="saves a chart of the bytes, such as bytes.png")
     given = parser.parse_args(argv)
     if given.plot:
         try:
-            pyplot()  # before anything is measured
-        except ImportError as error:
+            check_plot(given.plot)
+        except PlotError as error:
             parser.error(str(error))
     if "JAX_PLATFORMS" not in os.environ:  # this package has imported jax already, which reads variables only then
         jax.config.update("jax_platforms", "cpu")
@@ -155,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
     print(json.dumps(records) if given.json else markdown(records))
     if given.plot:
         title = f"{given.attn_dp} x {given.attn_tp} ranks, {given.rows} rows of {4 * given.width:,} bytes per replica"
-        plots.bytes_by_path(records, title=title).figure.savefig(given.plot)
+        save_plot(plots.bytes_by_path(records, title=title).figure, given.plot)
     return 0
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxcoll.states import State, as_group, require
+from jaxcoll.states import State, as_group, group_size, require
 
 _ALL_GATHER_RETYPES = "to" in inspect.signature(lax.all_gather).parameters  # jax >= 0.12
 
@@ -115,7 +115,7 @@ def reduce_scatter(x: jax.Array, group: str | Iterable[str], dim: int) -> jax.Ar
     if not axes:
         return x
     if x.size == 0:
-        size = x.shape[dim] // _group_size(axes)
+        size = x.shape[dim] // group_size(axes)
         return lax.pcast(_sum_of_nothing(x, axes, dim, size), axes, to="varying")
     return lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
 
@@ -140,7 +140,7 @@ def all_gather(x: jax.Array, group: str | Iterable[str], dim: int) -> jax.Array:
     if not axes:
         return x
     if x.size == 0:
-        return _sum_of_nothing(x, axes, dim, x.shape[dim] * _group_size(axes))
+        return _sum_of_nothing(x, axes, dim, x.shape[dim] * group_size(axes))
     if _ALL_GATHER_RETYPES:
         return lax.all_gather(x, axes, axis=dim, tiled=True, to="invarying")
     from jax._src.lax import parallel  # where it lives before jax 0.12
@@ -189,7 +189,7 @@ def take_shard(x: jax.Array, group: str | Iterable[str], dim: int) -> jax.Array:
     dim = _require_divisible(x, axes, dim, "take_shard")
     if not axes:
         return x
-    size = x.shape[dim] // _group_size(axes)
+    size = x.shape[dim] // group_size(axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
 
 
@@ -213,10 +213,6 @@ def _to_unreduced(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pcast(x, axes, to="unreduced") if axes else x
 
 
-def _group_size(axes: tuple[str, ...]) -> int:
-    return lax.axis_size(axes)
-
-
 def _dimension(x: jax.Array, dim: int, verb: str) -> int:
     """`dim` counted from the front."""
     if not -x.ndim <= dim < x.ndim:
@@ -225,7 +221,7 @@ def _dimension(x: jax.Array, dim: int, verb: str) -> int:
 
 
 def _require_divisible(x: jax.Array, axes: tuple[str, ...], dim: int, verb: str) -> int:
-    dim, size = _dimension(x, dim, verb), _group_size(axes) if axes else 1
+    dim, size = _dimension(x, dim, verb), group_size(axes)
     if x.shape[dim] % size:
         raise ValueError(
             f"{verb} over ({', '.join(axes)}) cuts dimension {dim} into {size} equal chunks, "

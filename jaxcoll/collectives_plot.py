@@ -1,14 +1,13 @@
-"""Pictures of measurements. matplotlib (the extra `plot`) is imported only when one is asked for."""
+"""The picture of `jaxcoll bench-collectives`, a panel per verb; matplotlib (extra `plot`) is imported late."""
 
 from __future__ import annotations
 
-import importlib.util
-import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxcoll.bench_collectives import VERBS, Measurement, Report
+from jaxcoll.plot_file import check_plot, save_plot
 
 # Okabe and Ito's palette, told apart with every common colour blindness; marker and dash repeat what the colour says.
 # One for each name that a group can have.
@@ -19,23 +18,6 @@ _STYLES = (
     ("#CC79A7", "D", ":"),
     ("#000000", "v", (0, (6, 1, 1, 1, 1, 1))),
 )
-_SUFFIXES = (".png", ".svg", ".pdf")
-
-
-class PlotError(ValueError):
-    """A picture that cannot be drawn or saved; the message says why and what to do."""
-
-
-def check_plot(path: Path) -> None:
-    """Raises PlotError where `save_collectives_plot` could not save there; asked before anything is measured."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise PlotError("a plot needs matplotlib, which is not installed: pip install 'jaxcoll[plot]'")
-    if path.is_dir():
-        raise PlotError(f"{path} is a folder; a plot needs a file's name")
-    if path.suffix not in _SUFFIXES:
-        raise PlotError(f"a plot's file must end in {', '.join(_SUFFIXES)}, which {str(path)!r} does not")
-    if not path.parent.is_dir():
-        raise PlotError(f"{path.parent} is not a folder, so no plot can be saved there")
 
 
 def save_collectives_plot(report: Report, path: Path, title: str) -> None:
@@ -61,9 +43,7 @@ def save_collectives_plot(report: Report, path: Path, title: str) -> None:
     figure.suptitle(title)
     handles, labels = panels.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    drawn = io.BytesIO()  # in memory first: a failure leaves no half of a file
-    figure.savefig(drawn, format=path.suffix[1:], dpi=150)
-    path.write_bytes(drawn.getvalue())
+    save_plot(figure, path)
 
 
 def _draw_panel(axes: Any, measurements: Sequence[Measurement], groups: list, launch_seconds: float) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
@@ -29,9 +30,9 @@ from jaxcoll.level import (
     local_expert_counts,
     routing_of,
 )
-from jaxcoll.ragged import Transport, _retyped_as_shard, transport_for
+from jaxcoll.ragged import Transport, retyped_as_shard, transport_for
 from jaxcoll.routing import RoutePlan, experts_per_rank, merge_repeats
-from jaxcoll.states import Group, State, require
+from jaxcoll.states import Group, State, group_size, require
 from jaxcoll.topology import Topology
 from jaxcoll.wire import Encoded, Wire, WireChoice, home_dtype, pack, resolve, unpack
 from pallas_kernels.choice import Kernels
@@ -114,15 +115,17 @@ class DispatchSpec:
             **choices,
         )
 
-    def levels(self) -> tuple[Level, ...]:
-        """The levels in the order in which rows pass them; call it where the mesh axes have sizes.
+    def levels(self, members: Callable[[Group], int] = group_size) -> tuple[Level, ...]:
+        """The levels in the order in which rows pass them.
+
+        Args:
+            members: of a group; the default asks the mesh that is traced, `Topology.size` serves elsewhere.
 
         Raises:
             ValueError: moe_ep does not divide the experts.
         """
         inner = self.moe_ep[len(self.hosts) :]
-        ranks = lax.axis_size(inner) if inner else 1
-        n_hosts = lax.axis_size(self.hosts) if self.hosts else 1
+        ranks, n_hosts = members(inner), members(self.hosts)
         local = experts_per_rank(self.num_experts, ranks * n_hosts)
         share = 1.0 if self.chosen_from is None else self.num_experts / self.chosen_from
         last = Level(inner, ranks, local, self.mode, self.transport, self.small_pair, share)
@@ -351,7 +354,7 @@ def combine_start(y: Array, handle: Handle) -> Combining:
     require(y, spec.moe_ep, State.SHARD, "combine (over moe_ep)")
     require(y, spec.moe_tp, State.PARTIAL, "combine (over moe_tp)")
     if spec.moe_tp:
-        y = _retyped_as_shard(y, spec.moe_tp)
+        y = retyped_as_shard(y, spec.moe_tp)
     y = y.reshape(-1, y.shape[-1]).astype(home_dtype(handle.wire))
     for level in reversed(handle.levels[1:]):
         y = add_up(go_home(y, level), level, y.dtype, spec.kernels, interpret=spec.interpret)

@@ -17,7 +17,7 @@ from jax import lax
 from jaxcoll.collectives import all_gather, all_to_all, uniform_cond
 from jaxcoll.ragged import Transport
 from jaxcoll.routing import ExchangePlan, plan_exchange
-from jaxcoll.states import Group
+from jaxcoll.states import Group, group_size
 
 Array = jax.Array
 _STATIC = {"static": True}
@@ -83,7 +83,7 @@ def meet(send_counts: Array, group: Group, *, transport: Transport, capacities: 
     Raises:
         StateError: `send_counts` is not SHARD over `group`.
     """
-    ranks = lax.axis_size(group) if group else 1
+    ranks = group_size(group)
     counts = all_gather(send_counts[None], group, 0).reshape(ranks, ranks, -1)
     plan = plan_exchange(counts, lax.axis_index(group) if group else 0, slab_rows=capacities.slab)
     return Exchange(counts, plan, group, transport, capacities)

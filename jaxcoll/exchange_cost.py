@@ -7,60 +7,36 @@ Source: dispatch.py, level.py and exchange.py, whose shapes this follows.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import Any
-
-import jax.numpy as jnp
 
 from jaxcoll.cost import Transfer, transfer
-from jaxcoll.fused import default_waves, wave_cuts
+from jaxcoll.dispatch import DispatchSpec
+from jaxcoll.fused import wave_cuts, wave_spec
+from jaxcoll.kernels import RowShape
 from jaxcoll.level import Level
 from jaxcoll.plan import LayerPlan
 from jaxcoll.ragged import Transport, transport_for
 from jaxcoll.split import chunk_rows
-from jaxcoll.states import Group
 from jaxcoll.topology import Topology
 from jaxcoll.wire import resolve, row_bytes
 
 _INT = 4  # bytes of a count, an expert id, a weight, a scale
 
 
-@dataclasses.dataclass(frozen=True)
-class ExpertShapes:
-    """What of a model decides an exchange's bytes.
-
-    Attributes:
-        experts, choices: E, and K per row.
-        width: D.
-        dtype: of the activations.
-    """
-
-    experts: int
-    choices: int
-    width: int
-    dtype: Any
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row as the model computes it."""
-        return self.width * jnp.dtype(self.dtype).itemsize
-
-
 def exchange_transfers(
     topology: Topology,
     plan: LayerPlan,
-    shapes: ExpertShapes,
+    row: RowShape,
+    experts: int,
     *,
     transport: Transport | None = None,
-    hosts: Group | None = None,
 ) -> list[Transfer]:
     """What one layer of an all-to-all plan communicates for its experts.
 
     Args:
-        plan: its `exchange` says mode and wire, its rows the static shapes; counts are of real rows.
+        plan: its `exchange` says how rows travel, its rows the static shapes; counts are of real rows.
+        row, experts: of the model; with copies of experts the physical ones.
         transport: None is what the topology's devices take.
-        hosts: leading axes of moe_ep that rows pass first; None is what the plan says.
 
     Raises:
         ValueError: the plan gathers rows, or a wire format that does not fit the width.
@@ -70,57 +46,52 @@ def exchange_transfers(
     own = chunk_rows(plan.one_batch().rows.rows, topology.attn_tp)
     real = sum(plan.rows.counts) / topology.world / own / plan.batches  # of a rank's rows, on average
     moe_tp, attn_tp = topology.group("moe_tp"), topology.group("attn_tp")
-    there, home = row_bytes(resolve(plan.exchange.wire, shapes.dtype, shapes.width), shapes.width)
+    there, home = row_bytes(resolve(plan.exchange.wire, row.dtype, row.width), row.width)
     moved = []
-    for levels in _waves(topology, plan, shapes, transport, plan.exchange.hosts if hosts is None else hosts):
+    for levels in _waves(topology, plan, experts, transport):
         rows, senders, back = own * topology.moe_tp, 1, []
         for level in levels:
-            each = rows * real * copies_per_row(level, shapes.choices, senders)  # copies that a rank sends on average
-            moved += _out(level, topology, shapes, rows * senders, each, there)
-            back = _sent(level, topology, shapes, rows * senders, each, home, "combine", True) + back
+            each = rows * real * copies_per_row(level, row.fanout, senders)  # copies that a rank sends on average
+            moved += _out(level, topology, row, rows * senders, each, there)
+            back = _sent(level, topology, row, rows * senders, each, home, "combine", True) + back
             senders *= level.ranks
         moved += back
-    shared = 2 * shapes.choices * _INT  # ids and weights go with the rows
-    spread = own * (shapes.row_bytes + shared)
+    shared = 2 * row.fanout * _INT  # ids and weights go with the rows
+    spread = own * (row.bytes + shared)
     before = transfer("all_gather", moe_tp, topology, spread, spread * topology.moe_tp, "dispatch")
-    whole, part = own * topology.moe_tp * shapes.row_bytes, own * shapes.row_bytes
+    whole, part = own * topology.moe_tp * row.bytes, own * row.bytes
     after = transfer("reduce_scatter", moe_tp, topology, whole, part, "combine")
     join = transfer("all_gather", attn_tp, topology, part, part * topology.attn_tp, "join")
     return plan.batches * (before + moved + after + join)
 
 
-def _waves(
-    topology: Topology, plan: LayerPlan, shapes: ExpertShapes, transport: Transport | None, hosts: Group
-) -> list[list[Level]]:
-    """The levels of every wave of experts, from sizes alone, as `DispatchSpec.levels`; one where it is not fused."""
+def _waves(topology: Topology, plan: LayerPlan, experts: int, transport: Transport | None) -> list[tuple[Level, ...]]:
+    """The levels of every wave of experts; one where it is not fused."""
     assert plan.exchange is not None
-    group, transport, mode = topology.group("moe_ep"), transport or transport_for(topology), plan.exchange.mode
-    inner = group[len(hosts) :]
-    ranks, machines = topology.size(inner), topology.size(hosts)
-    local = shapes.experts // (ranks * machines)
-    waves = default_waves(local) if plan.backend == "fused" else 1
-    found = []
-    for _, size in wave_cuts(local, waves):
-        last = Level(inner, ranks, size, mode, transport, share=size / local)
-        outer = Level(hosts, machines, size * ranks, "normal", transport, share=size / local)
-        found.append([outer, last] if hosts else [last])
-    return found
+    local = experts * topology.moe_tp // topology.world
+    spec = DispatchSpec(
+        experts,
+        topology.group("moe_ep"),
+        hosts=plan.exchange.hosts,
+        mode=plan.exchange.mode,
+        transport=transport or transport_for(topology),
+    )
+    cuts = wave_cuts(local, None if plan.backend == "fused" else 1)
+    return [wave_spec(spec, local, size).levels(topology.size) for _, size in cuts]
 
 
-def _out(
-    level: Level, topology: Topology, shapes: ExpertShapes, rows: int, copies: float, encoded: int
-) -> list[Transfer]:
+def _out(level: Level, topology: Topology, row: RowShape, rows: int, copies: float, encoded: int) -> list[Transfer]:
     """Counts, then rows: values and, beside them as integers, ids and weights in normal mode and fp8 scales."""
     counts = (level.ranks if level.mode == "normal" else level.ranks * level.experts) * _INT
     agreed = transfer("all_gather", level.group, topology, counts, counts * level.ranks, "counts")
-    beside = 2 * shapes.choices * _INT if level.mode == "normal" else 0
-    return agreed + _sent(level, topology, shapes, rows, copies, encoded + beside, "dispatch", False)
+    beside = 2 * row.fanout * _INT if level.mode == "normal" else 0
+    return agreed + _sent(level, topology, row, rows, copies, encoded + beside, "dispatch", False)
 
 
 def _sent(
     level: Level,
     topology: Topology,
-    shapes: ExpertShapes,
+    row: RowShape,
     rows: int,
     copies: float,
     each: int,
@@ -128,7 +99,7 @@ def _sent(
     home: bool,
 ) -> list[Transfer]:
     """Rows of `each` bytes to their experts' ranks, or home."""
-    room = level.capacities(rows, shapes.choices)
+    room = level.capacities(rows, row.fanout)
     slabs = 1 if level.mode == "normal" else level.experts
     if level.transport == "dense":
         blocks = sorted({room.small_pair, room.pair})

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxcoll.collectives import declare_partial
 from jaxcoll.dispatch import (
@@ -30,6 +29,7 @@ from jaxcoll.dispatch import (
     rows_of_moe_tp,
 )
 from jaxcoll.routing import check_row_numbers, experts_per_rank
+from jaxcoll.states import group_size
 
 Array = jax.Array
 MOST_WAVES = 4  # each wave is an exchange more, which costs its latency; two already hide half of the bytes
@@ -71,9 +71,8 @@ def fused_moe(
     Raises:
         StateError, ValueError: as `dispatch` and `combine`; or waves are not in 1..L.
     """
-    ranks = lax.axis_size(spec.moe_ep) if spec.moe_ep else 1
-    local = experts_per_rank(spec.num_experts, ranks)
-    cuts = wave_cuts(local, default_waves(local) if waves is None else waves)
+    local = experts_per_rank(spec.num_experts, group_size(spec.moe_ep))
+    cuts = wave_cuts(local, waves)
     rows, ids, weights = rows_of_moe_tp(hidden, topk_ids, topk_weights, spec, count)
     check_row_numbers("fused_moe (its results)", {"T": ids.shape[0], "K": ids.shape[1], "waves": len(cuts)})
     depart = functools.partial(_depart, rows, ids, weights, spec, local)
@@ -102,12 +101,21 @@ def default_waves(local_experts: int) -> int:
     return min(MOST_WAVES, local_experts)
 
 
-def wave_cuts(local_experts: int, waves: int) -> list[tuple[int, int]]:
+def wave_spec(spec: DispatchSpec, local_experts: int, size: int) -> DispatchSpec:
+    """How a wave of `size` of a rank's experts travels."""
+    return replace(spec, num_experts=spec.num_experts // local_experts * size, chosen_from=spec.num_experts)
+
+
+def wave_cuts(local_experts: int, waves: int | None = None) -> list[tuple[int, int]]:
     """(first, size) of each wave's experts on every rank; the first ones are one larger where they do not divide.
+
+    Args:
+        waves: None is `default_waves`.
 
     Raises:
         ValueError: waves are not in 1..local_experts.
     """
+    waves = default_waves(local_experts) if waves is None else waves
     if not 1 <= waves <= local_experts:
         raise ValueError(f"waves must be from 1 to the {local_experts} experts of a rank, not {waves}")
     base, larger = divmod(local_experts, waves)
@@ -122,6 +130,5 @@ def _depart(
     first, size = cut
     rank, expert = ids // local, ids % local - first
     here = (ids >= 0) & (expert >= 0) & (expert < size)
-    wave = replace(spec, num_experts=spec.num_experts // local * size, chosen_from=spec.num_experts)
     ids = jnp.where(here, rank * size + expert, -1)
-    return depart_rows(rows, ids, jnp.where(here, weights, 0), wave)
+    return depart_rows(rows, ids, jnp.where(here, weights, 0), wave_spec(spec, local, size))

@@ -39,7 +39,7 @@ _COLLECTIVE = re.compile(
     r"|collective-broadcast|send)(?P<start>-start)?\("
 )
 _ASYNC_CALL = re.compile(r"[\w-]+-start\(.*?\), .*?(?:calls|to_apply)=%?(?P<body>[^\s,}]+)")
-_SHAPE = re.compile(r"\b(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,<=]*)\]")
+SHAPE = re.compile(r"\b(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,<=]*)\]")
 _MOSAIC_CALL = re.compile(r'custom-call\(.*?custom_call_target="mosaic_gpu\w*"')
 _OP_NAME = re.compile(r'op_name="(?P<name>(?:[^"\\]|\\.)*)"')
 _FRAME_OF = re.compile(r"stack_frame_id=(\d+)")
@@ -134,7 +134,7 @@ def collectives(program: jax.stages.Compiled | str, topology: Topology) -> tuple
         ValueError: the text is no HLO module, or runs on another number of devices than the topology.
     """
     text = program if isinstance(program, str) else program.as_text()
-    module = _Module(text or "", topology.world)
+    module = Module(text or "", topology.world)
     return tuple(record for line in module.lines if (record := module.collective(line, topology.axes)))
 
 
@@ -183,22 +183,22 @@ def summary(found: Iterable[Collective]) -> list[dict[str, Any]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Line:
+class Line:
     computation: str
     name: str
     text: str  # right of " = ": type opcode(operands), attributes
 
     @functools.cached_property
     def type(self) -> str:
-        end = _closing(self.text, 0) + 1 if self.text.startswith("(") else self.text.index(" ")
+        end = closing(self.text, 0) + 1 if self.text.startswith("(") else self.text.index(" ")
         return self.text[:end]
 
 
-class _Module:
+class Module:
     """The lines of an HLO module, and what one line needs to know of the others."""
 
     def __init__(self, text: str, world: int):
-        self.lines: list[_Line] = []
+        self.lines: list[Line] = []
         self.async_calls: dict[str, str] = {}  # computation -> the text of the start that runs it
         self._files: dict[int, str] = {}
         self._locations: dict[int, tuple[int, int]] = {}
@@ -223,7 +223,7 @@ class _Module:
             elif header := _COMPUTATION.match(raw):
                 computation = header["name"]
             elif instruction := _INSTRUCTION.match(raw):
-                line = _Line(computation, instruction["name"], instruction["text"])
+                line = Line(computation, instruction["name"], instruction["text"])
                 self.lines.append(line)
                 if "-start(" in raw and (call := _ASYNC_CALL.match(line.text, len(line.type) + 1)):
                     self.async_calls[call["body"]] = line.text
@@ -238,13 +238,13 @@ class _Module:
         else:
             self._frames[int(row["id"])] = int(row["location"]), int(row["parent"])
 
-    def collective(self, line: _Line, mesh: dict[str, int]) -> Collective | None:
+    def collective(self, line: Line, mesh: dict[str, int]) -> Collective | None:
         """The record of one line, or None if it is no collective; `mesh` is the axes that name groups."""
         match = _COLLECTIVE.match(line.text, len(line.type) + 1)
         if not match:
             return None
-        close = _closing(line.text, match.end() - 1)
-        operands = [self._operand_type(line, o) for o in _split(line.text[match.end() : close])]
+        close = closing(line.text, match.end() - 1)
+        operands = [self._operand_type(line, o) for o in split_operands(line.text[match.end() : close])]
         attributes = line.text[close + 1 :]
         # A send is half of a decomposed permute; without pairs it is a transfer to the host.
         is_send = match["opcode"] == "send"
@@ -268,18 +268,18 @@ class _Module:
             result_bytes=result_bytes,
             wire_bytes=wire_bytes(kind, size, operand_bytes, result_bytes),
             is_async=started and '"is_sync":true' not in attributes + outer,
-            dtypes=tuple(dict.fromkeys(m["dtype"] for o in operands for m in _SHAPE.finditer(o))),
+            dtypes=tuple(dict.fromkeys(m["dtype"] for o in operands for m in SHAPE.finditer(o))),
             source=_source(kind, metadata),
             source_line=self._source_line(metadata),
             name=line.name,
             computation=line.computation,
         )
 
-    def line(self, computation: str, name: str) -> _Line:
+    def line(self, computation: str, name: str) -> Line:
         """The instruction of that name in that computation."""
         return self._types[computation, name]
 
-    def _operand_type(self, line: _Line, operand: str) -> str:
+    def _operand_type(self, line: Line, operand: str) -> str:
         """An operand is written as its name, in older texts after its type."""
         *typed, name = operand.split()
         return " ".join(typed) or self._types[line.computation, name.lstrip("%")].type
@@ -307,7 +307,7 @@ class _Module:
             frame = parent - shift
 
 
-def _closing(text: str, start: int) -> int:
+def closing(text: str, start: int) -> int:
     """Index of the parenthesis that closes the one at `start`."""
     depth = 0
     for m in re.compile(r"[()]").finditer(text, start):
@@ -317,7 +317,7 @@ def _closing(text: str, start: int) -> int:
     raise ValueError(f"unbalanced parentheses in HLO: {text[:60]!r}")
 
 
-def _split(text: str) -> list[str]:
+def split_operands(text: str) -> list[str]:
     """Splits at the commas that no bracket encloses; XLA's /*index=5*/ comments go."""
     text = re.sub(r"/\*.*?\*/", "", text)
     depth, begin, parts = 0, 0, []
@@ -335,7 +335,7 @@ def _result_types(written: str, match: re.Match[str]) -> list[str]:
     """The part of a collective's type that is its result: a start's type also holds operands and contexts."""
     if not match["start"]:
         return [written]
-    parts = _split(written[1:-1]) if written.startswith("(") else []
+    parts = split_operands(written[1:-1]) if written.startswith("(") else []
     holds_operands = parts and (parts[0].startswith("(") or match["opcode"] != "all-reduce")
     return [parts[1]] if holds_operands else [written]
 
@@ -343,7 +343,7 @@ def _result_types(written: str, match: re.Match[str]) -> list[str]:
 def _bytes(type_text: str) -> int:
     """Bytes of a shape or of all shapes in a tuple; four-bit elements two to a byte."""
     total = 0
-    for shape in _SHAPE.finditer(type_text):
+    for shape in SHAPE.finditer(type_text):
         elements = math.prod(int(d.lstrip("<=")) for d in shape["dims"].split(",") if d)
         total += -(-elements * _bits(shape["dtype"]) // 8)
     return total

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxcoll.fused import MOST_WAVES
 from jaxcoll.hand_over import PlanError
 from jaxcoll.plan_exchange import Exchange
@@ -19,11 +21,16 @@ from pallas_kernels.choice import Device, Kernels, unsupported_device, unsupport
 
 @dataclasses.dataclass(frozen=True)
 class RowShape:
-    """A token's row as the kernels' limits see it: D channels of a type, K experts."""
+    """A token's row, as the kernels' limits and an exchange's bytes see it: D channels of a type, K experts."""
 
     width: int
     dtype: str
     fanout: int
+
+    @property
+    def bytes(self) -> int:
+        """Of one row as the model computes it."""
+        return self.width * jnp.dtype(self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)

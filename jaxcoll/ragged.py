@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from jaxcoll.collectives import all_gather, all_to_all, declare_partial, reduce_scatter
-from jaxcoll.states import State, StateError, as_group, require
+from jaxcoll.states import State, StateError, as_group, group_size, require
 from jaxcoll.topology import Topology
 
 Array = jax.Array
@@ -120,7 +120,7 @@ def reduce_scatter_v(
         return _zeros(x, axes, rows)
     if not axes:
         return _cut(x, starts, counts, rows)
-    addends = _retyped_as_shard(x, axes)
+    addends = retyped_as_shard(x, axes)
     if transport == "dense":
         return reduce_scatter(declare_partial(_cut(addends, starts, counts, rows), axes), axes, 0)
     return _moved_and_added(addends, starts, counts, axes, rows)
@@ -141,7 +141,7 @@ def exchange_counts(send_counts: Array, group: Group) -> Array:
     """
     axes = as_group(group)
     require(send_counts, axes, State.SHARD, "exchange_counts")
-    _one_per_rank(send_counts, _members(axes), "exchange_counts")
+    _one_per_rank(send_counts, group_size(axes), "exchange_counts")
     return jnp.maximum(all_gather(send_counts.astype(jnp.int32)[None], axes, 0), 0)
 
 
@@ -173,7 +173,7 @@ def all_to_all_v(
     axes, held = as_group(group), x.shape[0]
     block = held if pair_capacity is None else pair_capacity
     _require_rows(x, axes, State.SHARD, "all_to_all_v", transport)
-    _fits_int32("all_to_all_v", _members(axes) * max(block, held), capacity)
+    _fits_int32("all_to_all_v", group_size(axes) * max(block, held), capacity)
     asked, mine = exchange_counts(send_counts, axes), lax.axis_index(axes) if axes else 0
     sent, recv_starts = _admitted(asked, held, capacity, block)
     sends, recv_counts = (_exclusive_sum(asked[mine]), sent[mine]), sent[:, mine]
@@ -214,7 +214,7 @@ def place_rows(x: Array, start: Array, count: Array, group: Group, *, total: int
 
 def _moved_and_added(addends: Array, starts: Array, counts: Array, axes: tuple[str, ...], rows: int) -> Array:
     """[rows, ...]: every rank's addends of this rank's rows, sent without padding, then added."""
-    n, mine = _members(axes), lax.axis_index(axes)
+    n, mine = group_size(axes), lax.axis_index(axes)
     every = jnp.zeros(n, jnp.int32)
     arrived = lax.ragged_all_to_all(
         addends,
@@ -234,7 +234,7 @@ def _checked(
     """The axes, their ranks and the rows of x, after checking what every verb with known counts needs."""
     axes = as_group(group)
     _require_rows(x, axes, needed, verb, transport)
-    n = _members(axes)
+    n = group_size(axes)
     _counts_are_replicas(counts, axes, n, verb)
     return axes, n, x.shape[0]
 
@@ -268,10 +268,6 @@ def _one_per_rank(counts: Array, n: int, verb: str) -> None:
 def _fits_int32(verb: str, *rows: int) -> None:
     if max(rows) >= 2**31:
         raise ValueError(f"{verb} would number {max(rows)} rows, which passes 2^31 - 1; use smaller capacities")
-
-
-def _members(axes: tuple[str, ...]) -> int:
-    return lax.axis_size(axes) if axes else 1
 
 
 def _exclusive_sum(counts: Array) -> Array:
@@ -347,7 +343,7 @@ _PARTIAL_TO_SHARD = _retype("partial_to_shard", "varying")
 _SHARD_TO_REPLICA = _retype("shard_to_replica", "replica")
 
 
-def _retyped_as_shard(x: Array, axes: tuple[str, ...]) -> Array:
+def retyped_as_shard(x: Array, axes: tuple[str, ...]) -> Array:
     """Each rank's addend as its own rows, so that they can be moved to where they are added."""
     return _PARTIAL_TO_SHARD.bind(x, axes=axes)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxcoll.hlo import _SHAPE, Collective, _closing, _Line, _Module, _split, source_path
+from jaxcoll.hlo import SHAPE, Collective, Line, Module, closing, source_path, split_operands
 from jaxcoll.replica_groups import IRREGULAR, Axes
 from jaxcoll.topology import Topology
 
@@ -57,7 +57,7 @@ def schedule(program: jax.stages.Compiled | str, topology: Topology, machines: A
         ValueError: the text is no HLO module, or of another number of devices.
     """
     text = program if isinstance(program, str) else program.as_text() or ""
-    reader = _Reader(text, topology.world)
+    reader = Reader(text, topology.world)
     found = reader.collectives(reader.entry, topology.axes, in_branch=False)
     if not machines:
         return tuple(found)
@@ -78,26 +78,26 @@ def matmul_flops(program: jax.stages.Compiled | str, devices: int, scope: str, t
         trips: of the loops in that scope whose trips are data, all together; each is taken to have an equal share.
     """
     text = program if isinstance(program, str) else program.as_text() or ""
-    reader = _Reader(text, devices)
+    reader = Reader(text, devices)
     loops = reader.loops(reader.entry, scope)
     return reader.flops(reader.entry, scope, trips / max(loops, 1), inside=False)
 
 
-class _Reader:
+class Reader:
     """A module's computations, each as its lines in order."""
 
     def __init__(self, text: str, devices: int):
-        self.module = _Module(text, devices)
+        self.module = Module(text, devices)
         entry = _ENTRY.search(text)
         assert entry, "every HLO module has an entry"
         self.entry = entry[1]
-        self.computations: dict[str, list[_Line]] = {}
+        self.computations: dict[str, list[Line]] = {}
         for line in self.module.lines:
             self.computations.setdefault(line.computation, []).append(line)
 
-    def called(self, line: _Line) -> list[str]:
+    def called(self, line: Line) -> list[str]:
         """The computations that an instruction runs, but not reducers and comparators."""
-        if (opcode := _opcode(line)) == "conditional":
+        if (opcode := opcode_of(line)) == "conditional":
             found = [a or b for a, b in _BRANCHES.findall(line.text)]
             return [name.strip(" %") for names in found for name in names.split(",")]
         if opcode in ("fusion", "while", "call") or opcode.endswith("-start"):
@@ -111,26 +111,26 @@ class _Reader:
             if record := self.module.collective(line, axes):
                 yield self.scheduled(record, line.text, lines, at, in_branch)
                 continue
-            maybe = _opcode(line) == "conditional" or (_opcode(line) == "while" and not _TRIPS.search(line.text))
-            for body in self.called(line) if _opcode(line) != "fusion" else ():
+            maybe = opcode_of(line) == "conditional" or (opcode_of(line) == "while" and not _TRIPS.search(line.text))
+            for body in self.called(line) if opcode_of(line) != "fusion" else ():
                 for inner in self.collectives(body, axes, in_branch=in_branch or maybe):
-                    if _opcode(line).endswith("-start"):  # a wrapper: its start and end are what counts
+                    if opcode_of(line).endswith("-start"):  # a wrapper: its start and end are what counts
                         inner = self.scheduled(inner.collective, line.text, lines, at, in_branch)
                     yield inner
 
-    def scheduled(self, record: Collective, text: str, lines: list[_Line], at: int, in_branch: bool) -> Scheduled:
+    def scheduled(self, record: Collective, text: str, lines: list[Line], at: int, in_branch: bool) -> Scheduled:
         strategy = _STRATEGY.search(text)
         between = self.between(lines, at) if record.is_async else ()
         return Scheduled(record, strategy[1].lower() if strategy else None, between, in_branch)
 
-    def between(self, lines: list[_Line], at: int) -> tuple[str, ...]:
+    def between(self, lines: list[Line], at: int) -> tuple[str, ...]:
         """What is computed after the start at `at` and before its done."""
         done = re.compile(rf"[\w-]+-(?:done|update)\(%?{re.escape(lines[at].name)}[),]")
         found: dict[str, None] = {}
         for line in lines[at + 1 :]:
             if done.match(line.text, len(line.type) + 1):
                 return tuple(found)
-            opcode = _opcode(line)
+            opcode = opcode_of(line)
             if opcode not in _MOVES_NOTHING and not opcode.endswith(("-start", "-done", "-update")):
                 found[source_path(line.text) or line.name] = None
         return ()
@@ -139,7 +139,7 @@ class _Reader:
         """Loops within a scope whose trips are data."""
         found = 0
         for line in self.computations[name]:
-            counted = _opcode(line) == "while" and not _TRIPS.search(line.text)
+            counted = opcode_of(line) == "while" and not _TRIPS.search(line.text)
             found += counted and scope in (source_path(line.text) or "")
             found += sum(self.loops(body, scope) for body in self.called(line))
         return found
@@ -148,7 +148,7 @@ class _Reader:
         total = 0.0
         for line in self.computations[name]:
             here = inside or scope in (source_path(line.text) or "")
-            opcode, each = _opcode(line), 1.0
+            opcode, each = opcode_of(line), 1.0
             if opcode == "while":
                 known = _TRIPS.search(line.text)
                 each = float(known[1]) if known else trips
@@ -158,11 +158,11 @@ class _Reader:
                 total += self.products(line, opcode)
         return total
 
-    def products(self, line: _Line, opcode: str) -> float:
+    def products(self, line: Line, opcode: str) -> float:
         """Operations of one dot, or of one sum over products; 0 for what is neither."""
         start = line.text.index("(", len(line.type))
-        close = _closing(line.text, start)
-        names = [operand.split()[-1].lstrip("%") for operand in _split(line.text[start + 1 : close])]
+        close = closing(line.text, start)
+        names = [operand.split()[-1].lstrip("%") for operand in split_operands(line.text[start + 1 : close])]
         operands = [self.module.line(line.computation, name) for name in names]
         if opcode == "reduce":
             is_sum = self.is_product(operands[0]) and "f" in _dtype(operands[0].type)
@@ -177,26 +177,26 @@ class _Reader:
         lengths = [lhs[int(d)] for d in contracted[1].split(",") if d] if contracted else []
         return 2.0 * math.prod(result) * math.prod(lengths)
 
-    def is_product(self, line: _Line) -> bool:
+    def is_product(self, line: Line) -> bool:
         """Whether the value is a product, also if only its shape or type was changed since."""
-        opcode = _opcode(line)
+        opcode = opcode_of(line)
         if opcode in ("convert", "bitcast", "reshape", "transpose", "copy"):
             start = line.text.index("(", len(line.type))
-            (name,) = _split(line.text[start + 1 : _closing(line.text, start)])
+            (name,) = split_operands(line.text[start + 1 : closing(line.text, start)])
             return self.is_product(self.module.line(line.computation, name.split()[-1].lstrip("%")))
         return opcode == "multiply"
 
 
-def _opcode(line: _Line) -> str:
+def opcode_of(line: Line) -> str:
     match = _OPCODE.match(line.text, len(line.type) + 1)
     return match[1] if match else ""
 
 
 def _dims(type_text: str) -> list[int]:
-    shape = _SHAPE.search(type_text)
+    shape = SHAPE.search(type_text)
     return [int(d.lstrip("<=")) for d in shape["dims"].split(",") if d] if shape else []
 
 
 def _dtype(type_text: str) -> str:
-    shape = _SHAPE.search(type_text)
+    shape = SHAPE.search(type_text)
     return shape["dtype"] if shape else ""

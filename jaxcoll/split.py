@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxcoll.collectives import all_gather, take_shard
-from jaxcoll.states import Group, as_group
+from jaxcoll.states import Group, as_group, group_size
 
 Array = jax.Array
 
@@ -35,7 +35,7 @@ def split_rows(x: Array, group: Group, *, fill: float | int = 0) -> Array:
         StateError: `x` is not REPLICA over `group`.
     """
     axes = as_group(group)
-    ranks = lax.axis_size(axes) if axes else 1
+    ranks = group_size(axes)
     missing = chunk_rows(x.shape[0], ranks) * ranks - x.shape[0]
     padded = jnp.pad(x, ((0, missing), *((0, 0),) * (x.ndim - 1)), constant_values=fill) if missing else x
     return take_shard(padded, axes, 0)
@@ -74,7 +74,7 @@ def join_rows(x: Array, group: Group, *, rows: int) -> Array:
         ValueError: C is not the chunk of M rows.
     """
     axes = as_group(group)
-    ranks = lax.axis_size(axes) if axes else 1
+    ranks = group_size(axes)
     if x.shape[0] != chunk_rows(rows, ranks):
         raise ValueError(
             f"join_rows makes {rows} rows of {ranks} chunks of {chunk_rows(rows, ranks)}, not of {x.shape[0]}"

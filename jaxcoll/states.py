@@ -59,6 +59,11 @@ def as_group(group: str | Iterable[str]) -> Group:
     return axes
 
 
+def group_size(group: Group) -> int:
+    """Members of a group on the mesh that is traced; 1 for no axes."""
+    return jax.lax.axis_size(group) if group else 1
+
+
 def states(x: jax.Array, group: str | Iterable[str]) -> dict[str, State]:
     """The state of `x` over each axis of `group`.
 

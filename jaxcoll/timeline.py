@@ -12,9 +12,9 @@ from typing import Literal
 import jax
 
 from jaxcoll.explain import group_name
-from jaxcoll.hlo import Collective, _Line, source_path
+from jaxcoll.hlo import Collective, Line, source_path
 from jaxcoll.replica_groups import IRREGULAR, Axes
-from jaxcoll.schedule import _opcode, _Reader
+from jaxcoll.schedule import Reader, opcode_of
 from jaxcoll.topology import Topology
 
 Lane = Literal["communication", "computation"]
@@ -65,7 +65,7 @@ def bars(
         ValueError: the text is no HLO module, or of another number of devices.
     """
     text = program if isinstance(program, str) else program.as_text() or ""
-    reader = _Reader(text, topology.world)
+    reader = Reader(text, topology.world)
     found: list[Bar] = []
     started: dict[str, int] = {}
     named = ""
@@ -73,7 +73,7 @@ def bars(
         if done := _DONE.match(line.text, len(line.type) + 1):
             if (at := started.get(done[1])) is not None:
                 found[at] = dataclasses.replace(found[at], end=len(found))
-        elif _opcode(line) not in _FREE:
+        elif opcode_of(line) not in _FREE:
             sent = _sent(reader, line, topology, machines)
             path = source_path(line.text) or ""
             named = path or named
@@ -91,7 +91,7 @@ def _bar(position: int, scope: str, sent: dict[str, float]) -> Bar:
     return Bar("communication", position, position + 1, scope, "\n".join(sent), sum(sent.values()))
 
 
-def _sent(reader: _Reader, line: _Line, topology: Topology, machines: Axes) -> dict[str, float]:
+def _sent(reader: Reader, line: Line, topology: Topology, machines: Axes) -> dict[str, float]:
     """Wire bytes by kind and group of what an instruction communicates, however deep; of all branches."""
     sent: dict[str, float] = {}
     by_machine = _collectives(reader, line, dict(machines))
@@ -104,7 +104,7 @@ def _sent(reader: _Reader, line: _Line, topology: Topology, machines: Axes) -> d
     return sent
 
 
-def _collectives(reader: _Reader, line: _Line, axes: dict[str, int]) -> list[Collective]:
+def _collectives(reader: Reader, line: Line, axes: dict[str, int]) -> list[Collective]:
     if own := reader.module.collective(line, axes):
         return [own]
     bodies = reader.called(line)

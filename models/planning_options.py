@@ -117,8 +117,6 @@ class PlanOptions(Options):
                 raise UserError(f"{name} must be numbers from 1 on, not {','.join(map(str, numbers))}")
         if not 1 <= self.imbalance < math.inf:
             raise UserError(f"--imbalance must be a number from 1 on, not {self.imbalance}")
-        if self.plot and self.plot.suffix not in (".png", ".svg", ".pdf"):
-            raise UserError(f"--plot must name a .png, .svg or .pdf file, not {str(self.plot)!r}")
 
 
 def _compiler_option(text: str) -> tuple[str, bool | int | str]:

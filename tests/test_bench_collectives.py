@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxcoll import bench_collectives, collectives_plot
+from jaxcoll import bench_collectives, plot_file
 from jaxcoll.bench_collectives import VERBS, WARM_UP, fit, groups, measure
 from jaxcoll.step import Step
 from jaxcoll.topology import Topology
@@ -150,7 +150,7 @@ def test_a_plot_that_cannot_be_saved_is_refused_before_anything_runs(capsys, tmp
 
 
 def test_without_matplotlib_a_sentence_says_how_to_get_it(capsys, tmp_path, monkeypatch):
-    find, finder = importlib.util.find_spec, collectives_plot.importlib.util
+    find, finder = importlib.util.find_spec, plot_file.importlib.util
     monkeypatch.setattr(finder, "find_spec", lambda name: None if name == "matplotlib" else find(name))
     assert main([*WORDS, "--plot", str(tmp_path / "verbs.png")]) == 2
     told = "jaxcoll: --plot: a plot needs matplotlib, which is not installed: pip install 'jaxcoll[plot]'\n"

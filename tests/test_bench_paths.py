@@ -42,5 +42,5 @@ def test_a_chart_without_matplotlib_is_refused_before_anything_is_measured(tmp_p
         main(["--plot", str(tmp_path / "bytes.png")])
     shown = capsys.readouterr()
     assert (left.value.code, shown.out) == (2, "")
-    assert "pictures need matplotlib: pip install 'jaxcoll[plot]'" in shown.err
+    assert "a plot needs matplotlib, which is not installed: pip install 'jaxcoll[plot]'" in shown.err
     assert list(tmp_path.iterdir()) == []

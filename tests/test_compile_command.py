@@ -54,11 +54,25 @@ def test_a_person_reads_what_moves_while_what_is_computed(capsys, tmp_path):
     words = ("--hosts", "2", "--gpus-per-host", "2", "--moe-backend", "all_to_all", "--dispatch", "normal")
     assert main(["compile", tiny, *words, "--attn-tp", "2", "--target", "b200"]) == 0
     out, err = capsys.readouterr()
-    assert err == "" and " for b200, 2 x 2 GPUs: attn_dp 2 x attn_tp 2 = moe_ep 4 x moe_tp 1" in " ".join(
-        out.split()
-    )
+    assert err == "" and " for b200, 2 x 2 GPUs: attn_dp 2 x attn_tp 2 = moe_ep 4 x moe_tp 1" in " ".join(out.split())
     assert out.count("layer: collectives in schedule order") == out.count("window layer") == 1
     assert "ragged_all_to_all" in out and "needed by the routed rows" in " ".join(out.split())
+
+
+@pytest.mark.slow
+def test_both_halves_of_a_step_and_copies_of_experts_are_compiled(capsys, tmp_path):
+    tiny = own_config(tmp_path, SMALL, compress_ratios=[0, 0], num_attention_heads=4, o_groups=2)
+    words = ("--attn-tp", "2", "--moe-ep", "8", "--moe-backend", "all_to_all", "--redundant-experts")
+    (once,) = compiled(capsys, tiny, *words, "4")["layers"]
+    (halved,) = compiled(capsys, tiny, *words, "12", "--overlap", "two_batch")["layers"]
+
+    def exchanges(layer):
+        kinds = [c for c in layer["collectives"] if c["kind"] == "ragged_all_to_all"]
+        return len(kinds), sum(c["operand_bytes"] for c in kinds if c["operand_bytes"] < c["result_bytes"])
+
+    assert exchanges(once)[0] == 2 and exchanges(halved) == (4, exchanges(once)[1])  # the same rows in two parts
+    an_expert = 3 * SMALL["hidden_size"] * SMALL["moe_intermediate_size"] * 2
+    assert halved["memory"]["weights"] - once["memory"]["weights"] == an_expert  # 24 instead of 16 on 8 ranks
 
 
 @pytest.mark.parametrize(
@@ -67,6 +81,7 @@ def test_a_person_reads_what_moves_while_what_is_computed(capsys, tmp_path):
         (("large",), "unknown model 'large': it must be flash, pro, tiny, a config.json or a folder with one"),
         (("pro", "--attn-dp", "3"), "--attn-dp 3 times --attn-tp 2 does not make the job's 8 GPUs"),
         (("pro", "--moe-ep", "5"), "moe_ep=5 does not divide the world"),
+        (("tiny", "--gpus-per-host", "6", "--moe-ep", "6"), "moe_ep=6 does not divide n_routed_experts=16; "),
         (("pro", "--gather", "gather_v", "--attn-tp", "2"), "gather_v is impossible here because"),
         (("pro", "--xla-option", "nonsense"), "--xla-option must be NAME=VALUE, not 'nonsense'"),
         (("tiny", "--xla-option", "xla_no_such=1", "--gpus-per-host", "1"), "No such compile option: 'xla_no_such'"),

@@ -6,7 +6,8 @@ import pytest
 from tiny_models import published
 
 from jaxcoll import cost, hlo
-from jaxcoll.exchange_cost import ExpertShapes, copies_per_row, exchange_transfers
+from jaxcoll.exchange_cost import copies_per_row, exchange_transfers
+from jaxcoll.kernels import RowShape
 from jaxcoll.level import Level
 from jaxcoll.plan import plan_layer
 from jaxcoll.settings import Settings
@@ -17,6 +18,7 @@ from models.deepseek_v4.layer_program import compile_layer
 from models.deepseek_v4.program import layer_transfers
 
 WIDTH, EXPERTS, K = 256, 24, 3
+ROW = RowShape(WIDTH, "bfloat16", K)
 CONFIG = Config.from_dict(
     published(
         compress_ratios=[0], num_hash_layers=0, hidden_size=WIDTH, n_routed_experts=EXPERTS, num_attention_heads=12,
@@ -73,8 +75,7 @@ def sent(mode, wire, counts=(8,) * 4):
     """Bytes that a rank sends on average, out and home, in ragged exchanges and in all others."""
     topology = Topology(4, 1, devices=range(4))
     plan = plan_layer(topology, counts, Settings(moe_backend="all_to_all", dispatch=mode, wire=wire), shared_width=24)
-    shapes = ExpertShapes(EXPERTS, K, WIDTH, "bfloat16")
-    found = exchange_transfers(topology, plan, shapes, transport="ragged", hosts=())
+    found = exchange_transfers(topology, plan, ROW, EXPERTS, transport="ragged")
     return {t.purpose: t.wire_bytes_from_counts for t in found}
 
 
@@ -100,10 +101,9 @@ def test_padding_travels_not_at_all():
 
 
 def test_hosts_first_sends_one_copy_per_host():
-    topology = Topology(2, 4, devices=range(8))
+    topology = Topology(2, 4, devices=range(8), hosts=2)
     plan = plan_layer(topology, (8, 8), Settings(moe_backend="all_to_all", dispatch="normal"), shared_width=24)
-    shapes = ExpertShapes(EXPERTS, K, WIDTH, "bfloat16")
-    found = exchange_transfers(topology, plan, shapes, transport="ragged", hosts=("attn_dp",))
+    found = exchange_transfers(topology, plan, ROW, EXPERTS, transport="ragged")
     rows = [(t.purpose, t.group, t.operand_bytes) for t in found if t.kind == "ragged_all_to_all"]
     out, home = WIDTH * 2 + 8 * K, WIDTH * 2
     assert rows == [
@@ -117,10 +117,9 @@ def test_hosts_first_sends_one_copy_per_host():
 def test_machines_pass_on_what_came_and_no_more():
     """Of 2 rows per rank with 3 of 24 experts each, one copy goes to each of 2 machines with a chosen one, and on from
     there one to each of 8 ranks with a chosen one, whatever machine it is on."""
-    topology = Topology(2, 4, devices=range(8))
+    topology = Topology(2, 4, devices=range(8), hosts=2)
     plan = plan_layer(topology, (8, 8), Settings(moe_backend="all_to_all", dispatch="normal"), shared_width=24)
-    found = exchange_transfers(topology, plan, ExpertShapes(EXPERTS, K, WIDTH, "bfloat16"), transport="ragged",
-                               hosts=("attn_dp",))  # fmt: skip
+    found = exchange_transfers(topology, plan, ROW, EXPERTS, transport="ragged")
     outer, inner = (t.wire_bytes_from_counts for t in found if t.purpose == "combine" and t.kind != "reduce_scatter")
     outer, inner = sorted((outer, inner), key=lambda b: b)
     machines = 2 * (1 - 220 / 2024)  # C(12,3) / C(24,3): all experts on the other machine
@@ -138,4 +137,4 @@ def test_every_rank_may_be_chosen():
 def test_a_plan_that_gathers_is_priced_elsewhere():
     topology = Topology(2, 1, devices=range(2))
     with pytest.raises(ValueError, match="this plan gathers rows"):
-        exchange_transfers(topology, plan_layer(topology, (1, 1), shared_width=24), ExpertShapes(4, 2, 8, "float32"))
+        exchange_transfers(topology, plan_layer(topology, (1, 1), shared_width=24), RowShape(8, "float32", 2), 4)

@@ -21,7 +21,7 @@ from jaxcoll.topology import Topology
 from jaxcoll.wire import fp8_error_bound
 from models.deepseek_v4.bridge import Bridge
 from models.deepseek_v4.config import Config
-from models.deepseek_v4.moe import MoE
+from models.deepseek_v4.moe import MoE, place
 
 ROWS, D, EXPERTS = 5, 24, 12  # 5 rows of each replica: two ranks hold 3 and 2
 FIRST, MIDDLE, LAST, TWICE = range(4)  # tokens; the others go where a random table says
@@ -52,11 +52,9 @@ def sub_layer(way: str) -> Any:
 
 
 def compiled(config: Config, weights: dict, layer: int, topology: Topology, rows: int, choices: dict[str, Any]) -> Any:
-    from models.deepseek_v4.model import place
-
     settings = Settings(**{"moe_backend": "all_to_all", **choices})
     plan = plan_layer(topology, (rows,) * topology.attn_dp, settings, shared_width=config.moe_intermediate_size)
-    placement = place(config, topology, settings)
+    placement = place(config, topology, settings.redundant_experts)
     module = MoE(config, layer, topology, jnp.float32, plan.shared_expert, placement)
 
     def fn(module: Any, x: Any, tokens: Any, counts: Any) -> Any:

@@ -113,7 +113,8 @@ def test_without_matplotlib_one_sentence_says_how_to_install_it(capsys, monkeypa
     words = ("--gpus", "8", "--tokens-per-gpu", "1", "--plot", str(tmp_path / "plan.png"))
     assert main(["plan", "tiny", *words]) == 2
     out, err = capsys.readouterr()
-    assert (out, err) == ("", "jaxcoll: --plot needs matplotlib: install jaxcoll's extra `plot`\n")
+    told = "jaxcoll: --plot: a plot needs matplotlib, which is not installed: pip install 'jaxcoll[plot]'\n"
+    assert (out, err) == ("", told)
     assert not list(tmp_path.iterdir())
 
 
@@ -122,7 +123,7 @@ def test_without_matplotlib_one_sentence_says_how_to_install_it(capsys, monkeypa
     [
         (("flash", "--gpus", "0"), "--gpus must be numbers from 1 on, not 0"),
         (("flash", "--imbalance", "0.5"), "--imbalance must be a number from 1 on, not 0.5"),
-        (("flash", "--plot", "plan.txt"), "--plot must name a .png, .svg or .pdf file"),
+        (("flash", "--plot", "plan.txt"), "--plot: a plot's file must end in .png, .svg, .pdf"),
         (("flash", "--gpus", "x"), "must be whole numbers"),
         (("none",), "unknown model 'none'"),
         (("flash", "--gpus", "7"), "no topology of 7 GPUs"),

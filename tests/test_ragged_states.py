@@ -182,7 +182,7 @@ def test_only_ragged_and_the_audit_know_the_retypes():
     for name, files in {
         "partial_to_shard": {"ragged.py", "audit.py"},
         "shard_to_replica": {"ragged.py", "audit.py"},
-        "_retyped_as_shard": {"ragged.py", "dispatch.py"},  # addends over moe_tp travel home before they are added
+        "retyped_as_shard": {"ragged.py", "dispatch.py"},  # addends over moe_tp travel home before they are added
         "_retyped_as_replica": {"ragged.py"},
     }.items():
         sources = [p for package in ("jaxcoll", "models", "pallas_kernels") for p in (ROOT / package).rglob("*.py")]

@@ -9,7 +9,7 @@ import jax
 from rich.console import Console
 
 from jaxcoll.bench_collectives import Measurement, Report, measure
-from jaxcoll.collectives_plot import PlotError, check_plot, save_collectives_plot
+from jaxcoll.collectives_plot import save_collectives_plot
 from jaxcoll.topology import Topology
 from models.deepseek_v4 import report
 from models.errors import UserError
@@ -28,10 +28,7 @@ def run(options: BenchCollectivesOptions) -> int:
         raise UserError("one device sends nothing to another; bench-collectives needs at least --devices 2")
     leads = jax.process_index() == 0
     if options.plot and leads:
-        try:
-            check_plot(options.plot)
-        except PlotError as error:
-            raise UserError(f"--plot: {error}") from error
+        report.check_plot_option(options.plot)
     with Working() as working:
         working.stage("measuring")
         found = measure(topology, options.sizes, options.rounds, working.advance)

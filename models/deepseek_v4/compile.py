@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from jaxcoll.placement import Placement
 from jaxcoll.plan import LayerPlan
 from jaxcoll.schedule import Scheduled, matmul_flops, schedule
 from jaxcoll.targets import FACTS, TargetError, compile_only, gpu_devices
@@ -19,6 +20,7 @@ from jaxcoll.topology import Topology
 from models.deepseek_v4.config import AttentionKind, Config
 from models.deepseek_v4.experts import SCOPE
 from models.deepseek_v4.layer_program import LayerProgram, compile_layer, one_layer
+from models.deepseek_v4.moe import place
 from models.deepseek_v4.program import plan_decode
 from models.deepseek_v4.published import kinds_of, named_config, of_dtype
 from models.deepseek_v4.sizes import cache_bytes, expert_load, layer_weight_bytes, model_bytes
@@ -40,12 +42,13 @@ def run(options: CompileOptions) -> int:
     config = of_dtype(config, options.dtype)
     topology = Topology(*options.topology.sizes(options.world, config.n_routed_experts), devices=_devices(options))
     rows = (options.tokens_per_gpu * topology.attn_tp,) * topology.attn_dp
-    plan = plan_decode(config, topology, rows, options.paths.settings())
+    settings = options.paths.settings()
+    plan, placement = plan_decode(config, topology, rows, settings), place(config, topology, settings.redundant_experts)
     kinds, began = [kind for kind, _ in kinds_of(config)], time.monotonic()
 
     def layer(kind: AttentionKind) -> dict[str, Any]:
         one = one_layer(config, kind)
-        program = _compiled(one, topology, plan, options)
+        program = _compiled(one, topology, plan, placement, options)
         return {"kind": kind, **_layer_record(config, one, topology, plan, program, options)}
 
     with Working() as working, ThreadPoolExecutor(COMPILING_AT_ONCE) as pool:
@@ -69,9 +72,11 @@ def _devices(options: CompileOptions) -> tuple[Any, ...]:
         raise UserError(str(error)) from error
 
 
-def _compiled(one: Config, topology: Topology, plan: LayerPlan, options: CompileOptions) -> LayerProgram:
+def _compiled(
+    one: Config, topology: Topology, plan: LayerPlan, placement: Placement, options: CompileOptions
+) -> LayerProgram:
     try:
-        return compile_layer(one, topology, plan, options.context, compile_only, options.compiler_options)
+        return compile_layer(one, topology, plan, options.context, compile_only, options.compiler_options, placement)
     except RuntimeError as error:
         if "No such compile option" in str(error):
             raise UserError(str(error).partition(": ")[2]) from error
@@ -92,9 +97,10 @@ def _layer_record(
     as even as whole rows allow; needed is tokens * K / moe_ep rows through three matrices of D x F / moe_tp. What
     tensor cores pad beyond that (to 8 rows) is in neither.
     """
-    compiled, load = program.step.compiled, expert_load(one, topology, sum(plan.rows.counts), plan.rows)
+    compiled, placement = program.step.compiled, program.layer.ffn.placement
+    load = expert_load(one, topology, sum(plan.rows.counts), plan, placement=placement)
     machines = ("hosts", options.hosts), ("gpus", options.gpus_per_host)
-    whole = model_bytes(config, topology, plan, options.context)
+    whole = model_bytes(config, topology, plan, options.context, placement)
     return {
         "collectives": [
             _collective_record(s) for s in schedule(compiled, topology, machines) if s.collective.group_size > 1

@@ -12,10 +12,12 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxcoll.linear import partition_specs
+from jaxcoll.placement import Placement
 from jaxcoll.plan import LayerPlan
 from jaxcoll.plan_exchange import compiler_options
 from jaxcoll.step import Step, compile_step
 from jaxcoll.topology import Topology
+from models.deepseek_v4.batches import decode_layers
 from models.deepseek_v4.bridge import Bridge
 from models.deepseek_v4.cache import LayerCache, cache_shapes
 from models.deepseek_v4.config import AttentionKind, Config
@@ -58,6 +60,7 @@ def compile_layer(
     context: int,
     compiler: Callable[..., jax.stages.Compiled] | None = None,
     xla_options: dict[str, Any] | None = None,
+    placement: Placement | None = None,
 ) -> LayerProgram:
     """Compiles a one-layer model's layer for the plan's shapes; nothing is allocated.
 
@@ -68,13 +71,14 @@ def compile_layer(
         context: positions that each request's caches hold; a replica has as many requests as rows.
         compiler: see `compile_step`.
         xla_options: over those that the plan's exchange needs.
+        placement: where the experts live; None is in order, each once.
 
     Raises:
         TopologyError: the topology does not divide the model.
         StateError: the audit refuses the program.
     """
     check_sizes(config, topology)
-    layer = Layer(config, 0, topology, jnp.dtype(config.torch_dtype), plan.shared_expert)
+    layer = Layer(config, 0, topology, jnp.dtype(config.torch_dtype), plan.shared_expert, placement)
     (cache,) = cache_shapes(config, plan.rows.rows * topology.attn_dp, context)
     parameters, by_replica = nnx.to_pure_dict(nnx.split(layer)[1]), P(topology.group("attn_dp"))
     with jax.default_matmul_precision("highest" if config.torch_dtype == "float32" else None):
@@ -110,8 +114,8 @@ def _pure_layer(layer: Layer, topology: Topology, plan: LayerPlan) -> Callable:
         loaded = jax.tree.map(lambda leaf: leaf, state)
         nnx.replace_by_pure_dict(loaded, parameters)
         rows = Rows.unpack(batch[0], counts[jax.lax.axis_index(topology.group("attn_dp"))])
-        tokens = world_tokens if plan.backend == "gather" else rows.tokens
-        streams, cache, _ = nnx.merge(graph, loaded)(streams, rows, tokens, cache, Bridge(topology, plan, counts))
-        return cache, streams
+        bridge, layers = Bridge(topology, plan, counts), [nnx.merge(graph, loaded)]
+        (cache,), streams, _ = decode_layers(layers, streams, rows, world_tokens, [cache], bridge)
+        return cache, streams[-1]
 
     return run

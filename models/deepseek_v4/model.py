@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,19 +10,19 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxcoll.linear import parameter
-from jaxcoll.placement import Placement, place_experts
 from jaxcoll.plan import LayerPlan, choose_shared_expert
 from jaxcoll.settings import Settings
 from jaxcoll.topology import Topology, TopologyError
+from models.deepseek_v4.batches import decode_layers
 from models.deepseek_v4.bridge import Bridge
 from models.deepseek_v4.cache import LayerCache
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.head import Head
 from models.deepseek_v4.hyper_connection import HyperHead
 from models.deepseek_v4.layer import Layer
+from models.deepseek_v4.moe import place
 from models.deepseek_v4.norm import RMSNorm
 from models.deepseek_v4.rows import Rows
-from models.deepseek_v4.two_batch import decode_in_halves
 
 Array = jax.Array
 
@@ -38,22 +37,6 @@ def check_sizes(config: Config, topology: Topology) -> None:
         size, total = getattr(topology, group), getattr(config, name)
         if total % size:
             raise TopologyError(f"{group}={size} does not divide {name}={total}")
-
-
-def place(config: Config, topology: Topology, settings: Settings) -> Placement:
-    """Where the experts live: in order, with the redundant copies that the settings ask for.
-
-    Raises:
-        TopologyError: moe_ep does not divide the experts and their copies.
-    """
-    experts, redundant = config.n_routed_experts, settings.redundant_experts
-    ranks = topology.world // topology.moe_tp
-    if missing := -(experts + redundant) % ranks:
-        held = f"n_routed_experts={experts}" + (f" and {redundant} redundant copies" if redundant else "")
-        raise TopologyError(
-            f"moe_ep={ranks} does not divide {held}; --redundant-experts {redundant + missing} would fill the gap"
-        )
-    return place_experts(experts, ranks, redundant=redundant)
 
 
 class Embedding(nnx.Module):
@@ -86,7 +69,7 @@ class DeepSeekV4(nnx.Module):
         self.config, self.topology = config, topology
         self.embed = Embedding(config, dtype)
         shared, _ = choose_shared_expert(topology, settings, config.moe_intermediate_size)
-        self.placement = place(config, topology, settings)
+        self.placement = place(config, topology, settings.redundant_experts)
         kept = topology, dtype, shared, self.placement
         self.layers = nnx.List([Layer(config, i, *kept) for i in range(config.num_hidden_layers)])
         self.hc_head = HyperHead(config)
@@ -114,25 +97,11 @@ class DeepSeekV4(nnx.Module):
         with jax.named_scope("embed"):
             x = self.embed(rows.tokens)
             streams = jnp.broadcast_to(x[:, None, :], (x.shape[0], self.config.hc_mult, x.shape[1]))
-        decode = decode_in_halves if plan.exchange and plan.exchange.overlap == "two_batch" else self._decode
-        after, entered, passed = decode(self.layers, streams, rows, caches, bridge)
+        with jax.named_scope("ids.gather"):
+            world_tokens = bridge.world_tokens(rows.tokens) if plan.backend == "gather" else rows.tokens
+        after, entered, passed = decode_layers(self.layers, streams, rows, world_tokens, caches, bridge)
         seen = {"streams": entered, **{name: [by[name] for by in passed] for name in passed[0]}}
         with jax.named_scope("head"):
             logits = self.head(self.norm(self.hc_head(entered[-1])), bridge)
             next_token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return after, {"logits": logits, "next_token": next_token, **seen}
-
-    @staticmethod
-    def _decode(
-        layers: Sequence[Layer], streams: Array, rows: Rows, caches: Sequence[LayerCache], bridge: Bridge
-    ) -> tuple[list[LayerCache], list[Array], list[dict[str, Array]]]:
-        """Layer by layer; what it returns, `decode_in_halves` says."""
-        with jax.named_scope("ids.gather"):
-            world_tokens = bridge.world_tokens(rows.tokens) if bridge.plan.backend == "gather" else rows.tokens
-        after, entered, passed = [], [streams], []
-        for layer, cache in zip(layers, caches, strict=True):
-            streams, cache, by = layer(streams, rows, world_tokens, cache, bridge)
-            after.append(cache)
-            entered.append(streams)
-            passed.append(by)
-        return after, entered, passed

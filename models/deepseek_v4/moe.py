@@ -21,13 +21,28 @@ from jaxcoll.dispatch import (
 from jaxcoll.fused import fused_moe
 from jaxcoll.placement import Placement, place_experts, to_physical
 from jaxcoll.plan import SharedExpert
-from jaxcoll.topology import Topology
+from jaxcoll.topology import Topology, TopologyError
 from models.deepseek_v4.bridge import Bridge
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.experts import Experts, SharedExpertMLP
 from models.deepseek_v4.router import Router, Routing
 
 Array = jax.Array
+
+
+def place(config: Config, topology: Topology, redundant: int = 0) -> Placement:
+    """Where the experts live: in order, with `redundant` copies beyond the first of each.
+
+    Raises:
+        TopologyError: moe_ep does not divide the experts and their copies.
+    """
+    experts, ranks = config.n_routed_experts, topology.world // topology.moe_tp
+    if missing := -(experts + redundant) % ranks:
+        held = f"n_routed_experts={experts}" + (f" and {redundant} redundant copies" if redundant else "")
+        raise TopologyError(
+            f"moe_ep={ranks} does not divide {held}; --redundant-experts {redundant + missing} would fill the gap"
+        )
+    return place_experts(experts, ranks, redundant=redundant)
 
 
 class Going(NamedTuple):
@@ -52,7 +67,7 @@ class MoE(nnx.Module):
         placement: Placement | None = None,
     ):
         self.shared, self.world, self.moe_tp = shared, topology.group("world"), topology.group("moe_tp")
-        self.placement = placement or place_experts(config.n_routed_experts, topology.world // topology.moe_tp)
+        self.placement = placement or place(config, topology)
         self.gate = Router(config, layer, dtype)
         self.experts = Experts(config, topology, dtype, self.placement)
         self.shared_experts = SharedExpertMLP(config, topology, dtype, cut=shared == "sharded")
@@ -74,7 +89,7 @@ class MoE(nnx.Module):
         with jax.named_scope("route"):
             routing = self.gate(x, jnp.where(active, tokens, 0))
         with jax.named_scope("experts"):
-            y = self.experts(x, self._placed(routing), active)
+            y = self.experts(x, Routing(to_physical(routing.ids, self.placement), routing.weights), active)
         if self.shared == "sharded":
             with jax.named_scope("shared"):
                 y = y + self.shared_experts(x)
@@ -100,10 +115,8 @@ class MoE(nnx.Module):
 
     def send(self, own: Array, tokens: Array, bridge: Bridge) -> Going:
         """Routes own rows and sends them; arguments as for `dispatched`. The shared expert works while they travel."""
-        with jax.named_scope("route"):
-            routing = self.gate(own, tokens)
+        routing, placed = self._route(own, tokens)
         with jax.named_scope("dispatch"):
-            placed = self._placed(routing, first_row=jax.lax.axis_index(self.world) * own.shape[0])
             sent = dispatch_start(own, *placed, self._spec(bridge), count=bridge.own_count())
         if bridge.plan.exchange and bridge.plan.exchange.overlap == "none":
             return Going(own, routing, sent, None)
@@ -127,19 +140,18 @@ class MoE(nnx.Module):
         return self.shared_experts(going.own) if going.shared is None else going.shared
 
     def _fused(self, own: Array, tokens: Array, bridge: Bridge) -> tuple[Array, Routing]:
-        spec = self._spec(bridge)
-        with jax.named_scope("route"):
-            routing = self.gate(own, tokens)
+        routing, placed = self._route(own, tokens)
         with jax.named_scope("fused"):
-            count = bridge.own_count()
-            placed = self._placed(routing, first_row=jax.lax.axis_index(self.world) * own.shape[0])
-            y = fused_moe(own, *placed, self.experts, Experts.on, spec, count=count)
+            y = fused_moe(own, *placed, self.experts, Experts.on, self._spec(bridge), count=bridge.own_count())
         with jax.named_scope("shared"):
             return y + self.shared_experts(own), routing
 
-    def _placed(self, routing: Routing, first_row: Array | int = 0) -> Routing:
-        """The same choices by physical expert; rows are numbered so that copies of an expert share them evenly."""
-        return Routing(to_physical(routing.ids, self.placement, first_row), routing.weights)
+    def _route(self, own: Array, tokens: Array) -> tuple[Routing, Routing]:
+        """Own rows' routing, and the same by physical expert; rows are numbered so that copies share them evenly."""
+        with jax.named_scope("route"):
+            routing = self.gate(own, tokens)
+            first_row = jax.lax.axis_index(self.world) * own.shape[0]
+            return routing, Routing(to_physical(routing.ids, self.placement, first_row), routing.weights)
 
     def _spec(self, bridge: Bridge) -> DispatchSpec:
         exchange, kernels = bridge.plan.exchange, bridge.plan.kernels

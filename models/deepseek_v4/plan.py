@@ -14,6 +14,7 @@ from jaxcoll.links import machines
 from jaxcoll.targets import FACTS
 from models.deepseek_v4.candidates import Candidate, candidates
 from models.deepseek_v4.published import named_config, of_dtype
+from models.deepseek_v4.report import check_plot_option
 from models.deepseek_v4.step_time import Job
 from models.errors import UserError
 from models.planning_options import PlanOptions
@@ -24,8 +25,10 @@ def run(options: PlanOptions) -> int:
     """Runs the command.
 
     Raises:
-        UserError: an unknown model, a job that no topology can run, or no plotting library.
+        UserError: an unknown model, a job that no topology can run, or a plot that cannot be made.
     """
+    if options.plot:
+        check_plot_option(options.plot)  # before anything is computed
     name, config = named_config(options.model)
     config = of_dtype(config, "bf16")
     fleet = machines(options.target, options.gpus_per_host, network=options.network)
@@ -48,18 +51,11 @@ def run(options: PlanOptions) -> int:
         "jobs": jobs,
     }
     if options.plot:
-        _plot(record, options)
+        from models.deepseek_v4.plan_plot import draw  # matplotlib, which is there: it was checked
+
+        draw(record, options.plot)
     print(json.dumps(record)) if options.json else _show(record)
     return 0
-
-
-def _plot(record: dict[str, Any], options: PlanOptions) -> None:
-    try:
-        from models.deepseek_v4.plan_plot import draw
-    except ModuleNotFoundError as error:
-        raise UserError("--plot needs matplotlib: install jaxcoll's extra `plot`") from error
-    assert options.plot is not None
-    draw(record, options.plot)
 
 
 def _record(c: Candidate, tokens: int, target: Any) -> dict[str, Any]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+
+from jaxcoll.plot_file import save_plot
 
 # Okabe and Ito's palette, which people with any colour vision can tell apart.
 _PARTS = (
@@ -32,14 +31,14 @@ def draw(record: dict[str, Any], path: Path) -> None:
         path: .png, .svg or .pdf.
     """
     tokens = sorted({job["tokens_per_gpu"] for job in record["jobs"]})
-    figure, axes = plt.subplots(1 + len(tokens), 1, figsize=(9, 3.4 + 2.6 * len(tokens)), layout="constrained")
+    figure = Figure(figsize=(9, 3.4 + 2.6 * len(tokens)), layout="constrained")
+    axes = figure.subplots(1 + len(tokens), 1)
     _step_times(axes[0], record, tokens)
     for ax, count in zip(axes[1:], tokens, strict=True):
         _parts(ax, [job for job in record["jobs"] if job["tokens_per_gpu"] == count], count)
     handles = [Patch(color=colour) for _, _, colour in _PARTS]
     figure.legend(handles, [label for _, label, _ in _PARTS], fontsize=9, ncols=3, loc="outside lower center")
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_plot(figure, path)
 
 
 def _step_times(ax: Axes, record: dict[str, Any], tokens: list[int]) -> None:

@@ -11,14 +11,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxcoll import cost
-from jaxcoll.exchange_cost import ExpertShapes, exchange_transfers
+from jaxcoll.exchange_cost import exchange_transfers
 from jaxcoll.kernels import RowShape
 from jaxcoll.linear import partition_specs
 from jaxcoll.plan import LayerPlan, plan_layer
 from jaxcoll.plan_exchange import compiler_options
 from jaxcoll.ragged import Transport
 from jaxcoll.settings import Settings
-from jaxcoll.states import Group
 from jaxcoll.step import Step, compile_step
 from jaxcoll.topology import Topology
 from models.deepseek_v4.config import Config
@@ -34,9 +33,13 @@ def plan_decode(
     config: Config, topology: Topology, counts: Sequence[int], settings: Settings, room: Sequence[int] | None = None
 ) -> LayerPlan:
     """The plan of one decode step of a model; arguments and errors are those of `plan_layer`."""
-    row = RowShape(config.hidden_size, config.torch_dtype, config.num_experts_per_tok)
+    row = _row_shape(config)
     width = config.moe_intermediate_size
     return plan_layer(topology, counts, settings, shared_width=width, room=room, row=row)
+
+
+def _row_shape(config: Config) -> RowShape:
+    return RowShape(config.hidden_size, config.torch_dtype, config.num_experts_per_tok)
 
 
 def compile_decode(
@@ -106,20 +109,18 @@ def layer_transfers(
     topology: Topology,
     plan: LayerPlan,
     transport: Transport | None = None,
-    hosts: Group | None = None,
     experts: int | None = None,
 ) -> list[cost.Transfer]:
     """What one layer communicates by its plan and its sizes.
 
     Args:
         experts: physical ones, where copies are held; None is the model's.
-        transport, hosts: see `exchange_cost.exchange_transfers`.
+        transport: see `exchange_cost.exchange_transfers`.
     """
     row = config.hidden_size * jnp.dtype(config.torch_dtype).itemsize
     found = plan.batches * cost.attention_transfers(topology, plan.one_batch(), row)
     if plan.exchange:
-        held = experts or config.n_routed_experts
-        shapes = ExpertShapes(held, config.num_experts_per_tok, config.hidden_size, config.torch_dtype)
-        return found + exchange_transfers(topology, plan, shapes, transport=transport, hosts=hosts)
+        held, shape = experts or config.n_routed_experts, _row_shape(config)
+        return found + exchange_transfers(topology, plan, shape, held, transport=transport)
     found += cost.gather_transfers(topology, plan, row, transport=transport)
     return found + cost.combine_transfers(topology, plan, row, transport=transport)

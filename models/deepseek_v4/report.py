@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,9 +14,11 @@ from rich.table import Table
 
 from jaxcoll import hlo
 from jaxcoll.plan import LayerPlan
+from jaxcoll.plot_file import PlotError, check_plot
 from jaxcoll.step import Step
 from jaxcoll.topology import Topology
 from models.deepseek_v4.config import Config
+from models.errors import UserError
 
 COLLECTIVES_TITLE = "Collectives of one compiled step, bytes per device"
 
@@ -71,6 +74,14 @@ def print_notes(notes: Iterable[str]) -> None:
     if jax.process_index() == 0:
         for note in notes:
             print(f"jaxcoll: {note}", file=sys.stderr)
+
+
+def check_plot_option(path: Path) -> None:
+    """Raises UserError where --plot names a file that no picture could be saved in."""
+    try:
+        check_plot(path)
+    except PlotError as error:
+        raise UserError(f"--plot: {error}") from error
 
 
 def counted(number: int, thing: str) -> str:

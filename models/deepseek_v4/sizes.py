@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxcoll.linear import partition_specs
+from jaxcoll.placement import Placement
 from jaxcoll.plan import LayerPlan, SharedExpert
-from jaxcoll.rows import RowPlan
 from jaxcoll.topology import Topology
 from models.deepseek_v4.cache import cache_shapes
 from models.deepseek_v4.config import Config
@@ -38,19 +38,29 @@ class ExpertLoad:
     experts_hit: int
 
 
-def expert_load(config: Config, topology: Topology, tokens: int, plan: RowPlan, imbalance: float = 1.0) -> ExpertLoad:
+def expert_load(
+    config: Config,
+    topology: Topology,
+    tokens: int,
+    plan: LayerPlan,
+    imbalance: float = 1.0,
+    placement: Placement | None = None,
+) -> ExpertLoad:
     """What `tokens` real rows of the whole world mean for one device.
 
     Args:
         plan: whose static shapes choose the block's rows.
         imbalance: how many times the mean this device gets.
+        placement: where the experts live; None is in order, each once.
     """
-    ep, local = topology.world // topology.moe_tp, config.n_routed_experts * topology.moe_tp // topology.world
+    ep = topology.world // topology.moe_tp
+    local = (placement.num_physical if placement else config.n_routed_experts) // ep
     rows = imbalance * tokens * config.num_experts_per_tok / ep
     flops = rows * 6 * config.hidden_size * config.moe_intermediate_size / topology.moe_tp
-    shaped = plan.rows * topology.attn_dp
+    shaped = plan.one_batch().rows.rows * topology.attn_dp
     size = block_rows(shaped * config.num_experts_per_tok / config.n_routed_experts)
-    return ExpertLoad(rows, flops, blocks_at_even_load(rows, local, size), min(local, math.ceil(rows)))
+    blocks = plan.batches * blocks_at_even_load(rows / plan.batches, local, size)
+    return ExpertLoad(rows, flops, blocks, min(local, math.ceil(rows)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,23 +111,25 @@ def weights_of(config: Config, topology: Topology) -> LayerWeights:
     return LayerWeights(experts * own, experts, config.vocab_size * config.hidden_size * item)
 
 
-def model_bytes(config: Config, topology: Topology, plan: LayerPlan, context: int) -> Held:
+def model_bytes(
+    config: Config, topology: Topology, plan: LayerPlan, context: int, placement: Placement | None = None
+) -> Held:
     """What one device holds of the whole model: every layer, embedding, head; a request's caches for every row."""
     item = jnp.dtype(config.torch_dtype).itemsize
     table = config.vocab_size * config.hidden_size * item
     head = -(-table // topology.size(topology.group(plan.head)))
-    weights = _layers_weight_bytes(config, topology, plan.shared_expert) + table + head
+    weights = _layers_weight_bytes(config, topology, plan.shared_expert, placement) + table + head
     return Held(weights, plan.rows.rows * _slot_bytes(config, context))
 
 
 @functools.lru_cache(maxsize=512)
-def _layers_weight_bytes(config: Config, topology: Topology, shared: SharedExpert) -> int:
+def _layers_weight_bytes(config: Config, topology: Topology, shared: SharedExpert, placement: Placement | None) -> int:
     """All layers' weights on one device; layers of a kind have equally many."""
     dtype, known, total = jnp.dtype(config.torch_dtype), {}, 0
     for i in range(config.num_hidden_layers):
         kind = config.compress_ratios[i], config.routing_kind(i)
         if kind not in known:
-            known[kind] = layer_weight_bytes(Layer(config, i, topology, dtype, shared), topology)
+            known[kind] = layer_weight_bytes(Layer(config, i, topology, dtype, shared, placement), topology)
         total += known[kind]
     return total
 

@@ -100,7 +100,7 @@ def step_time(config: Config, topology: Topology, plan: LayerPlan, job: Job) -> 
     gpu, layers = FACTS[job.target], config.num_hidden_layers
     held = model_bytes(config, topology, plan, job.context)
     one = weights_of(config, topology)
-    load = expert_load(config, topology, sum(plan.rows.counts), plan.rows, job.imbalance)
+    load = expert_load(config, topology, sum(plan.rows.counts), plan, job.imbalance)
     per_expert = one.routed // one.experts
     copies = (
         COPIED if block_rows(sum(plan.rows.counts) / config.n_routed_experts * config.num_experts_per_tok) > 1 else 1

@@ -40,7 +40,7 @@ def token_path(model: DeepSeekV4, plan: LayerPlan, step: Step, layer: int = 0) -
         layer: which one.
     """
     topology = step.topology
-    transfers = layer_transfers(model.config, topology, plan)
+    transfers = layer_transfers(model.config, topology, plan, experts=model.placement.num_physical)
     meanings, stage_of = dict(_MEANINGS), _two_parts
     if plan.backend != "gather":
         del meanings["moe"]  # what lies between its stages

@@ -1,8 +1,8 @@
-"""A step's rows in two halves, each the other's cover: while one half's rows travel, the other half computes.
+"""A step's rows through the layers: all at once, or in two halves of which one computes while the other's rows travel.
 
-The order of one layer is attention A, attention B, experts A, experts B. A's rows go out under B's attention and come
-home under B's experts; B's go out under A's experts and come home under A's next attention. SGLang does this for
-prefill only (communication semantics, section 5, "TBO").
+In halves the order of one layer is attention A, attention B, experts A, experts B. A's rows go out under B's attention
+and come home under B's experts; B's go out under A's experts and come home under A's next attention. SGLang does this
+for prefill only (communication semantics, section 5, "TBO").
 """
 
 from __future__ import annotations
@@ -26,22 +26,46 @@ Array = jax.Array
 scope = jax.named_scope
 
 
-def decode_in_halves(
-    layers: Sequence[Layer], streams: Array, rows: Rows, caches: Sequence[LayerCache], bridge: Bridge
-) -> tuple[list[LayerCache], list[Array], list[dict[str, Array]]]:
-    """All layers, in two halves of every replica's rows.
+Decoded = tuple[list[LayerCache], list[Array], list[dict[str, Array]]]
+
+
+def decode_layers(
+    layers: Sequence[Layer],
+    streams: Array,
+    rows: Rows,
+    world_tokens: Array,
+    caches: Sequence[LayerCache],
+    bridge: Bridge,
+) -> Decoded:
+    """All layers, in as many batches as the plan says.
 
     Args:
         layers: of the model, at least one.
         streams: [T, N, D] (S, R), as they enter the first layer.
-        rows: of this replica, (S, R); even rows are one half, odd rows the other, so that both have real ones.
+        rows: of this replica, (S, R).
+        world_tokens: as for `Layer`.
         caches: of each layer.
-        bridge: of the whole step; its plan is an all-to-all.
+        bridge: of the whole step.
 
     Returns:
-        The caches after the step, the streams [T, N, D] as they enter each layer and as they leave the last, and what
-        passed by in each layer; as `Layer` gives them.
+        The caches after the step, the streams [T, N, D] (S, R) as they enter each layer and as they leave the last, and
+        what passed by in each layer; as `Layer` gives them.
     """
+    if bridge.plan.batches == 2:
+        return _decode_in_halves(layers, streams, rows, caches, bridge)
+    after, entered, passed = [], [streams], []
+    for layer, cache in zip(layers, caches, strict=True):
+        streams, cache, by = layer(streams, rows, world_tokens, cache, bridge)
+        after.append(cache)
+        entered.append(streams)
+        passed.append(by)
+    return after, entered, passed
+
+
+def _decode_in_halves(
+    layers: Sequence[Layer], streams: Array, rows: Rows, caches: Sequence[LayerCache], bridge: Bridge
+) -> Decoded:
+    """In two halves: even rows are one, odd rows the other, so that both have real ones whatever the count."""
     a, b = (_Half.of(h, streams, rows, bridge) for h in (0, 1))
     after = []
     for layer, cache in zip(layers, caches, strict=True):
