@@ -149,10 +149,11 @@ class _Walk:
         def read(atom: Any) -> Axes:
             return NONE if isinstance(atom, core.Literal) else real[atom]
 
+        wanted = set(_variables(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns)))
         for eqn in jaxpr.eqns:
             real_out = self.equation(eqn, [read(v) for v in eqn.invars])
             for var, axes in zip(eqn.outvars, real_out, strict=True):
-                if in_mesh and _op(eqn) != "shard_map":
+                if in_mesh and var in wanted and _op(eqn) != "shard_map":
                     self.vanished(eqn, var, axes)
                 real[var] = axes
         return [read(v) for v in jaxpr.outvars]
@@ -275,9 +276,20 @@ class _Walk:
                     "reduce the predicate first and use uniform_cond"
                 )
 
+    def decides(self, eqn: Any, differs: Axes, partials: Sequence[Any]) -> None:
+        """Refuses a predicate that lets each rank choose what happens to its own addend of these values."""
+        for axes in filter(None, (differs & _partial(v) for v in partials)):
+            raise StateError(
+                f"{self.where(eqn)} has a predicate that differs over {_names(axes)}, where a value that it decides "
+                "about is PARTIAL: each rank would go its own way with its addend; choose before the partial is "
+                "declared, or reduce the predicate first"
+            )
+
     def cond(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
         branches = [_open(b) for b in eqn.params["branches"]]
         self.predicate(eqn, _varying(eqn.invars[0]) | real_in[0], branches)
+        operands = enumerate(eqn.invars[1:])
+        self.decides(eqn, real_in[0], [v for i, v in operands if not _only_passes(branches, i)])
         outs = [self.body(b, real_in[1:]) for b in branches]
         return [NONE.union(real_in[0], *axes) for axes in zip(*outs, strict=True)]
 
@@ -290,11 +302,14 @@ class _Walk:
         while True:
             decided = self.body(test, test_consts + carry)[0]
             grown = self.body(body, body_consts + carry)
-            # A loop that ranks leave at different times leaves different values.
-            merged = [old | new | decided for old, new in zip(carry, grown, strict=True)]
+            merged = [old | new for old, new in zip(carry, grown, strict=True)]
             if merged == carry:
-                return carry
+                break
             carry = merged
+        # A loop that ranks leave at different times leaves different values, but those still in it are in one round.
+        changed = [new is not old for old, new in zip(body.invars[n_body:], body.outvars, strict=True)]
+        self.decides(eqn, decided, [v for v, change in zip(eqn.outvars, changed, strict=True) if change])
+        return [axes | decided if change else axes for axes, change in zip(carry, changed, strict=True)]
 
     def scan(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
         (body,) = subjaxprs(eqn)
@@ -315,6 +330,17 @@ def _scan_counts(eqn: Any) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].update(list(range(len(eqn.invars)))).unpack()
     return len(list(consts)), len(list(carry))
+
+
+def _variables(*atoms: Sequence[Any]) -> Iterator[Any]:
+    return (atom for some in atoms for atom in some if not isinstance(atom, core.Literal))
+
+
+def _only_passes(bodies: Sequence[Any], index: int) -> bool:
+    """Whether every body returns that operand in the same places, and nothing else reads it."""
+    places = {tuple(out is body.invars[index] for out in body.outvars) for body in bodies}
+    read = any(body.invars[index] in set(_variables(*(eqn.invars for eqn in body.eqns))) for body in bodies)
+    return len(places) == 1 and not read
 
 
 def _is_call(eqn: Any, body: Any) -> bool:

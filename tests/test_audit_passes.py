@@ -171,6 +171,33 @@ def test_a_loop_of_its_own_without_communication():
     assert largest == expected.max()
 
 
+def test_a_loop_of_a_number_of_rounds_of_each_replica():
+    """jax types the counter as a replica and nobody reads it afterwards; attn_tp is what talks, and agrees."""
+
+    def program(x):
+        mine = lax.axis_index("attn_dp")
+        doubled = lax.fori_loop(0, mine, lambda i, v: v + v, u(x))
+        return lax.fori_loop(0, mine, lambda i, c: c + total(x) * i, total(x)), all_reduce(doubled, "attn_tp")
+
+    replica = np.arange(4).repeat(2)[:, None]
+    added, doubled = run(program, out_specs=(DP, DP))
+    np.testing.assert_array_equal(added, SUM * (1 + replica * (replica - 1) // 2))
+    np.testing.assert_array_equal(doubled, SUM * 2**replica)
+
+
+def test_a_branch_of_each_rank_makes_its_addend_or_lets_a_partial_pass():
+    def program(x):
+        positive = x[0, 0] > 0
+        passed, turned = lax.cond(positive, lambda v, w: (v, w), lambda v, w: (v, -w), u(x), x)
+        born = lax.cond(positive, lambda: u(x), lambda: u(-x))
+        return [all_reduce(v, "attn_tp") for v in (passed, u(turned), born)]
+
+    sign = np.where(X[::2, ::8] > 0, 1, -1).repeat(2, 0)  # [row, attn_tp]
+    turned = (X.reshape(8, 2, 8) * sign[..., None]).sum(1)
+    for got, expected in zip(run(program), (SUM, turned, turned), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
 def test_uniform_branches_on_reduced_counts():
     def program(x):
         counts = all_gather((x > 0).sum()[None], BOTH, 0)
