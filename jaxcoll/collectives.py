@@ -49,11 +49,14 @@ def contract(
 
     Raises:
         StateError: an operand is not SHARD over `group`.
+        ValueError: `dimension_numbers` sum over nothing, so that the product of two shards is no addend.
     """
     axes = as_group(group)
     require(x, axes, State.SHARD, "contract")
     require(w, axes, State.SHARD, "contract")
     numbers = dimension_numbers or (((x.ndim - 1,), (0,)), ((), ()))
+    if axes and not numbers[0][0]:
+        raise ValueError(f"contract over ({', '.join(axes)}) needs a dimension to sum over, not {numbers}")
     y = lax.dot_general(x, w, numbers, preferred_element_type=preferred_element_type)
     return _to_unreduced(y, axes)
 
