@@ -6,6 +6,7 @@ the axes that its type names. It is no proof of a program; the README says what 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -55,9 +56,9 @@ def audit(traced: Any) -> None:
     Checked, in every nested body: (i) a partial sum touched by anything but + - reshape transpose slice
     broadcast sum, concatenation of partials, or a collective over other axes; (ii) a partial mixed with a
     complete value; (iii) a value that differs between ranks while its type says that it does not; (iv) a cond or
-    while that encloses a collective over ranks that may disagree on its predicate; (v) a sum over ranks that all
-    hold the same value (a replica counted once per rank); (vi) a `shard_map` with `check_vma=False`, or a
-    collective over `axis_index_groups`, where nothing can be known.
+    while that encloses a collective, or decides about a partial sum, over ranks that may disagree on its predicate;
+    (v) a sum over ranks that all hold the same value (a replica counted once per rank); (vi) a `shard_map` with
+    `check_vma=False`, or a collective over `axis_index_groups`, where nothing can be known.
 
     Args:
         traced: a jaxpr, closed or not, or the result of `jax.jit(f).trace(...)`.
@@ -129,6 +130,13 @@ def _names(axes: Axes) -> str:
     return "(" + ", ".join(sorted(axes)) + ")"
 
 
+@dataclasses.dataclass(eq=False)
+class _Held:
+    """What a reference may hold: the axes over which something that was written there differs between ranks."""
+
+    axes: Axes
+
+
 class _Walk:
     """Follows `real`: for each value, the axes over which ranks may hold different numbers."""
 
@@ -153,7 +161,7 @@ class _Walk:
         for eqn in jaxpr.eqns:
             real_out = self.equation(eqn, [read(v) for v in eqn.invars])
             for var, axes in zip(eqn.outvars, real_out, strict=True):
-                if in_mesh and var in wanted and _op(eqn) != "shard_map":
+                if in_mesh and var in wanted and not _is_ref(var) and _op(eqn) != "shard_map":
                     self.vanished(eqn, var, axes)
                 real[var] = axes
         return [read(v) for v in jaxpr.outvars]
@@ -189,11 +197,9 @@ class _Walk:
 
     def transfer(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
         name, axes = _op(eqn), collective_axes(eqn)
-        joined = NONE.union(*real_in) if real_in else NONE
-        if any(_is_ref(v) for v in (*eqn.invars, *eqn.outvars)):  # what was written there is not followed
-            if name in ("swap", "addupdate"):
-                self.vanished(eqn, eqn.invars[0], real_in[1])
-            return [_varying(v) | _partial(v) for v in eqn.outvars]
+        if any(_is_ref(v) for v in (*eqn.invars, *eqn.outvars)):
+            return self.reference(eqn, real_in)
+        joined = NONE.union(*real_in)
         if name == "reduced_vary_cast":
             # The cotangent of a partial sum: equal everywhere, but each rank's belongs to its own addend, so the
             # gradient of a replica that went into every addend is rightly the sum of them all.
@@ -209,6 +215,20 @@ class _Walk:
             return [joined - axes] * len(eqn.outvars)
         return [joined | axes] * len(eqn.outvars)
 
+    def reference(self, eqn: Any, real_in: list[Any]) -> list[Any]:
+        name, joined = _op(eqn), _joined(real_in)
+        if not any(map(_is_ref, eqn.invars)):
+            return [_Held(joined) for _ in eqn.outvars]
+        held = real_in[0]
+        if not isinstance(held, _Held) or name not in ("get", "swap", "addupdate", "freeze"):
+            _widen(eqn, real_in)  # a kernel, say, that writes what it likes
+            return [_varying(v) | _partial(v) for v in eqn.outvars]
+        found = held.axes | joined
+        if name in ("swap", "addupdate"):
+            self.vanished(eqn, eqn.invars[0], joined)
+            held.axes = found
+        return [found] * len(eqn.outvars)
+
     def vanished(self, eqn: Any, var: Any, real: Axes) -> None:
         lost = real - _varying(var) - _partial(var)
         if lost:
@@ -221,7 +241,7 @@ class _Walk:
 
     def partial_operands(self, eqn: Any) -> None:
         partial = [_partial(v) for v in eqn.invars]
-        touched = NONE.union(*partial) if partial else NONE
+        touched = NONE.union(*partial)
         if not touched:
             return
         name = _op(eqn)
@@ -247,7 +267,7 @@ class _Walk:
         axes = collective_axes(eqn) if name in SUMS else NONE
         if name == "vary_unreduced_cast":
             axes = frozenset(eqn.params["axes"])
-        for operand, real in zip(eqn.invars, real_in, strict=True):
+        for operand, real in zip(eqn.invars, real_in, strict=True) if axes else ():
             same = axes - real
             if same and not isinstance(operand, core.Literal):
                 raise StateError(
@@ -262,7 +282,7 @@ class _Walk:
         cut = [_varying(v) | _partial(v) for v in inner.invars]
         known = [_varying(v) | _partial(v) for v in eqn.invars]  # by an enclosing shard_map
         outside, self.manual = self.manual, self.manual | frozenset(eqn.params["newly_manual_axes"])
-        self.body(inner, [real | c - k for real, c, k in zip(real_in, cut, known, strict=True)])
+        self.body(inner, [_joined([real]) | c - k for real, c, k in zip(real_in, cut, known, strict=True)])
         self.manual = outside
         return [_varying(v) | _partial(v) for v in eqn.outvars]
 
@@ -291,6 +311,8 @@ class _Walk:
         operands = enumerate(eqn.invars[1:])
         self.decides(eqn, real_in[0], [v for i, v in operands if not _only_passes(branches, i)])
         outs = [self.body(b, real_in[1:]) for b in branches]
+        if real_in[0]:
+            _widen(eqn, real_in)
         return [NONE.union(real_in[0], *axes) for axes in zip(*outs, strict=True)]
 
     def while_loop(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
@@ -300,12 +322,15 @@ class _Walk:
         carry = real_in[n_test + n_body :]
         self.predicate(eqn, _varying(test.outvars[0]), [test, body])
         while True:
+            held = [ref.axes for ref in real_in if isinstance(ref, _Held)]
             decided = self.body(test, test_consts + carry)[0]
             grown = self.body(body, body_consts + carry)
             merged = [old | new for old, new in zip(carry, grown, strict=True)]
-            if merged == carry:
+            if merged == carry and held == [ref.axes for ref in real_in if isinstance(ref, _Held)]:
                 break
             carry = merged
+        if decided:
+            _widen(eqn, real_in)
         # A loop that ranks leave at different times leaves different values, but those still in it are in one round.
         changed = [new is not old for old, new in zip(body.invars[n_body:], body.outvars, strict=True)]
         self.decides(eqn, decided, [v for v, change in zip(eqn.outvars, changed, strict=True) if change])
@@ -317,9 +342,10 @@ class _Walk:
         consts, carry = real_in[:n_consts], real_in[n_consts : n_consts + n_carry]
         xs = real_in[n_consts + n_carry :]
         while True:
+            held = [ref.axes for ref in real_in if isinstance(ref, _Held)]
             out = self.body(body, consts + carry + xs)
             merged = [old | new for old, new in zip(carry, out[:n_carry], strict=True)]
-            if merged == carry:
+            if merged == carry and held == [ref.axes for ref in real_in if isinstance(ref, _Held)]:
                 return out[:n_carry] + out[n_carry:]
             carry = merged
 
@@ -351,6 +377,18 @@ def _is_call(eqn: Any, body: Any) -> bool:
 
     same = types(body.invars) == types(eqn.invars) and types(body.outvars) == types(eqn.outvars)
     return same and not _is_kernel(_op(eqn))
+
+
+def _joined(real: Sequence[Any]) -> Axes:
+    """All axes of values; of references none."""
+    return NONE.union(*(axes for axes in real if not isinstance(axes, _Held)))
+
+
+def _widen(eqn: Any, real: Sequence[Any]) -> None:
+    """Its references may hold anything that their types allow: some ranks wrote there and others did not."""
+    for ref, var in zip(real, eqn.invars, strict=True):
+        if isinstance(ref, _Held):
+            ref.axes |= _varying(var) | _partial(var)
 
 
 def _is_ref(var: Any) -> bool:

@@ -276,13 +276,34 @@ def test_numbers_of_each_rank_and_prints():
 
 
 def test_references_of_shards():
+    """A reference holds what differs from the first write on that differs, in a loop also what later rounds write."""
+
     def program(x):
-        ref = jax.new_ref(vary(jnp.zeros((2, 8)), BOTH))
-        ref[...] = x
-        ref[...] += x
+        ref = jax.new_ref(vary(total(x)))
+        ref[...] -= x
+
+        def later(c, _):
+            c += lax.psum(ref[...], "attn_tp")
+            ref[...] = x
+            return c, None
+
+        return lax.scan(later, total(x) * 0, None, length=2)[0]
+
+    np.testing.assert_array_equal(run(program), (2 * SUM - SUM) + SUM)
+
+
+def test_a_reference_that_each_rank_may_clear_is_no_replica():
+    def program(x):
+        ref = jax.new_ref(vary(total(x)))
+
+        def clear():
+            ref[...] *= 0
+
+        lax.cond(x[0, 0] > 0, clear, lambda: None)
         return lax.psum(ref[...], "attn_tp")
 
-    np.testing.assert_array_equal(run(program), 2 * SUM)
+    kept = (X[::2, ::8] <= 0).sum(1).repeat(2)[:, None]  # of two ranks
+    np.testing.assert_array_equal(run(program), SUM * kept)
 
 
 def test_a_nested_shard_map():
