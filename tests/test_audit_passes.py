@@ -153,6 +153,25 @@ def test_a_loop_of_a_number_of_rounds_that_all_agree_on():
         np.testing.assert_array_equal(got, times * SUM)
 
 
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_what_a_later_round_hands_on(loop):
+    """Only in the third round does the last of the carried values differ between ranks."""
+
+    def program(x):
+        def shift(c):
+            return x, c[0], c[1]
+
+        start = (vary(total(x)),) * 3
+        if loop == "scan":
+            carried = lax.scan(lambda c, _: (shift(c), None), start, None, length=3)[0]
+        else:
+            rounds = lax.pmax(x[0, 0], BOTH).astype(int) * 0 + 3
+            carried = lax.fori_loop(0, rounds, lambda i, c: shift(c), start)
+        return lax.psum(carried[2], "attn_tp")
+
+    np.testing.assert_array_equal(run(program), SUM)
+
+
 def test_a_loop_of_its_own_without_communication():
     """Ranks may leave such a loop when they like, and values that it only passes through stay replicas."""
 
@@ -292,14 +311,18 @@ def test_references_of_shards():
     np.testing.assert_array_equal(run(program), (2 * SUM - SUM) + SUM)
 
 
-def test_a_reference_that_each_rank_may_clear_is_no_replica():
+@pytest.mark.parametrize("by", ["branch", "loop"])
+def test_a_reference_that_each_rank_may_clear_is_no_replica(by):
     def program(x):
         ref = jax.new_ref(vary(total(x)))
 
         def clear():
             ref[...] *= 0
 
-        lax.cond(x[0, 0] > 0, clear, lambda: None)
+        if by == "branch":
+            lax.cond(x[0, 0] > 0, clear, lambda: None)
+        else:
+            lax.fori_loop(0, (x[0, 0] > 0).astype(int), lambda i, _: clear(), None)
         return lax.psum(ref[...], "attn_tp")
 
     kept = (X[::2, ::8] <= 0).sum(1).repeat(2)[:, None]  # of two ranks

@@ -259,10 +259,20 @@ def test_a_difference_between_ranks_that_the_type_lost(what):
         assert words.endswith("jax.numpy.argsort(x) mistypes positions, jax.numpy.lexsort((x,)) does not")
 
 
+@pytest.mark.parametrize(
+    "talk", [lambda x, g: lax.psum(x, g), lambda x, g: lax.pmax(x, g), lambda x, g: lax.all_gather(x, g, tiled=True)]
+)
+def test_an_axis_named_twice_by_a_raw_collective(talk):
+    """XLA ends the process over it."""
+    words = audit_refuses(lambda x: talk(x, ("attn_tp", "attn_tp")), out_specs=CUT)
+    assert words.endswith(" names (attn_tp) twice in its group; name each axis once")
+
+
 # Each rank goes its own way with its addend of a partial sum.
 
 CHOSEN = {
     "branches on a shard": lambda x: lax.cond(x[0, 0] > 0, lambda v: v, lambda v: -v, u(x)),
+    "passed on and used": lambda x: lax.cond(x[0, 0] > 0, lambda v: (v, v + v), lambda v: (v, -v), u(x))[1],
     "one of two partials": lambda x: lax.cond(x[0, 0] > 0, lambda v, w: v, lambda v, w: w, u(x), u(-x)),
     "branches on the rank": lambda x: lax.cond(lax.axis_index("attn_tp") == 0, lambda v: v, lambda v: v - v, u(x)),
     "switch on the rank": lambda x: lax.switch(lax.axis_index("attn_tp"), [lambda v: v + v, lambda v: v], u(x)),

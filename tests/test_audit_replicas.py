@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcoll import StateError, Topology, all_gather, all_reduce, audit, declare_partial, reduce_scatter
-from jaxcoll.audit import subjaxprs
+from jaxcoll.primitives import subjaxprs
 
 MESH = Topology(4, 2).mesh
 BOTH = ("attn_dp", "attn_tp")
@@ -74,6 +74,7 @@ SUMS = {
         vary(jax.pure_callback(lambda: np.ones((1, 3), np.float32), X.update(shape=(1, 3))), BOTH)
     ),
     "a broadcast": lambda x: total(lax.pbroadcast(vary(x) * lax.axis_index("attn_tp"), ("attn_tp",), 0)),
+    "sent round": lambda x: total(lax.ppermute(vary(x), "attn_tp", [(0, 1), (1, 0)])),
     "from a reference": lambda x: total(jax.new_ref(vary(x))[...]),
     "from a reference that is given away": lambda x: total(jax.jit(lambda r: r[0:2] * 2)(jax.new_ref(vary(x)))),
     "from a reference that a loop fills": lambda x: total(summed_in_a_reference(vary(x))),
