@@ -136,7 +136,14 @@ class Topology:
         return not axes or self.axes[axes[0]] > 1
 
     def size(self, group: Group) -> int:
-        """Members of a group: the product of its axes' sizes."""
+        """Members of a group: the product of its axes' sizes.
+
+        Raises:
+            TopologyError: the mesh has no such axis.
+        """
+        for axis in group:
+            if axis not in self.axes:
+                raise TopologyError(f"the mesh has no axis {axis!r}; its axes are {', '.join(self.axes)}")
         return math.prod(self.axes[a] for a in group)
 
     @functools.cached_property
