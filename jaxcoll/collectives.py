@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -218,7 +219,7 @@ def _to_unreduced(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def _dimension(x: jax.Array, dim: int, verb: str) -> int:
     """`dim` counted from the front."""
-    if not -x.ndim <= dim < x.ndim:
+    if not isinstance(dim, Integral) or not -x.ndim <= dim < x.ndim:
         raise ValueError(f"{verb} is asked for dimension {dim} of a value of shape {x.shape}")
     return dim % x.ndim
 

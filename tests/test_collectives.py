@@ -340,7 +340,7 @@ def test_a_dimension_that_does_not_divide(verb, call, size):
     )
 
 
-@pytest.mark.parametrize("dim", [2, -3])
+@pytest.mark.parametrize("dim", [2, -3, 0.0, None, "0"])
 @pytest.mark.parametrize(
     "verb, call",
     [
