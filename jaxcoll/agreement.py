@@ -21,8 +21,8 @@ import jax
 import jaxlib.version
 
 from jaxcoll import coordination
-from jaxcoll.audit import collective_axes, subjaxprs
 from jaxcoll.coordination import DisagreementError, PeerTimeout
+from jaxcoll.primitives import collective_axes, subjaxprs
 from jaxcoll.settings import VARIABLES
 from jaxcoll.topology import Topology
 from jaxcoll.watchdog import current

@@ -6,7 +6,9 @@ the axes that its type names. It is no proof of a program; the README says what 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,33 +16,23 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from jaxcoll.primitives import (
+    CASTS,
+    EXTREMES,
+    LINEAR,
+    MAKES_EQUAL,
+    NONE,
+    PERMUTES,
+    SUMS,
+    Axes,
+    axes_named_twice,
+    collective_axes,
+    name_of,
+    nested_collectives,
+    opened,
+    subjaxprs,
+)
 from jaxcoll.states import StateError
-
-Axes = frozenset[str]
-NONE: Axes = frozenset()
-
-# What may touch a partial sum between its birth and its reduction: f(a) + f(b) == f(a + b) for each of these.
-LINEAR = frozenset(
-    "add sub neg add_any reshape transpose slice squeeze expand_dims broadcast_in_dim tile reduce_sum concatenate "
-    "stack split unstack copy name stop_gradient optimization_barrier".split()
-)
-CASTS = frozenset("partial_to_shard pvary preduced reduced_vary_cast vary_unreduced_cast vary_reduced_cast".split())
-SUMS = frozenset(
-    "psum psum_invariant unreduced_psum psum_invariant_start reduce_scatter unreduced_reduce_scatter "
-    "reduce_scatter_start".split()
-)
-EXTREMES = frozenset("pmax pmin unreduced_pmax unreduced_pmin".split())
-GATHERS = frozenset(
-    "all_gather all_gather_invariant all_gather_reduced all_gather_start all_gather_reduced_start".split()
-)
-BROADCASTS = frozenset("pbroadcast pbroadcast_dynamic shard_to_replica".split())
-# XLA:CPU lets a permute wait for every device, also for those that it neither sends to nor hears from.
-PERMUTES = frozenset("ppermute ppermute_start psend precv".split())
-MOVES = frozenset("all_to_all ragged_all_to_all all_to_all_start".split()) | PERMUTES
-COLLECTIVES = SUMS | EXTREMES | GATHERS | BROADCASTS | MOVES
-# These leave the same value on every rank of their axes; scatters and moves do not.
-MAKES_EQUAL = frozenset("psum psum_invariant unreduced_psum psum_invariant_start".split())
-MAKES_EQUAL |= EXTREMES | GATHERS | BROADCASTS
 
 _NOT_THE_USER = tuple(
     str(Path(file).parent) + "/"
@@ -55,9 +47,9 @@ def audit(traced: Any) -> None:
     Checked, in every nested body: (i) a partial sum touched by anything but + - reshape transpose slice
     broadcast sum, concatenation of partials, or a collective over other axes; (ii) a partial mixed with a
     complete value; (iii) a value that differs between ranks while its type says that it does not; (iv) a cond or
-    while that encloses a collective over ranks that may disagree on its predicate; (v) a sum over ranks that all
-    hold the same value (a replica counted once per rank); (vi) a `shard_map` with `check_vma=False`, or a
-    collective over `axis_index_groups`, where nothing can be known.
+    while that encloses a collective, or decides about a partial sum, over ranks that may disagree on its predicate;
+    (v) a sum over ranks that all hold the same value (a replica counted once per rank); (vi) a `shard_map` with
+    `check_vma=False`, or a collective over `axis_index_groups`, where nothing can be known.
 
     Args:
         traced: a jaxpr, closed or not, or the result of `jax.jit(f).trace(...)`.
@@ -66,17 +58,9 @@ def audit(traced: Any) -> None:
         StateError: with the source line of the first fault.
     """
     # Jax's high-level primitives have types of their own in the one form and their bodies in the other.
-    forms = [_open(getattr(form, "jaxpr", form)) for form in (traced, getattr(traced, "lojax", traced))]
+    forms = [opened(getattr(form, "jaxpr", form)) for form in (traced, getattr(traced, "lojax", traced))]
     for jaxpr in forms[: 1 if forms[0] is forms[1] else 2]:
         _Walk(may_hide=hasattr(traced, "lojax")).body(jaxpr, [NONE] * len(jaxpr.invars), in_mesh=False)
-
-
-def _open(jaxpr: Any) -> Any:
-    return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
-
-
-def _op(eqn: Any) -> str:
-    return eqn.primitive.name.removesuffix("_p")  # before jax 0.12 the casts carry it
 
 
 def _varying(var: Any) -> Axes:
@@ -87,33 +71,6 @@ def _varying(var: Any) -> Axes:
 def _partial(var: Any) -> Axes:
     kind = getattr(var.aval, "mat", None)
     return kind.unreduced if kind else NONE
-
-
-def collective_axes(eqn: Any) -> Axes:
-    """The mesh axes over which one equation communicates; empty for an equation that does not."""
-    if _op(eqn) not in COLLECTIVES:
-        return NONE
-    for key in ("axes", "axis_name", "axis"):
-        if key in eqn.params:
-            axes = eqn.params[key]
-            return frozenset(axes if isinstance(axes, tuple | list | frozenset | set) else (axes,))
-    return NONE
-
-
-def subjaxprs(eqn: Any) -> Iterator[Any]:
-    """The bodies nested directly in an equation, opened."""
-    for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(_open(item), "eqns"):
-                yield _open(item)
-
-
-def _collectives(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        if _op(eqn) in COLLECTIVES:
-            yield eqn
-        for body in subjaxprs(eqn):
-            yield from _collectives(body)
 
 
 def source_line(eqn: Any) -> str | None:
@@ -129,6 +86,13 @@ def _names(axes: Axes) -> str:
     return "(" + ", ".join(sorted(axes)) + ")"
 
 
+@dataclasses.dataclass(eq=False)
+class _Held:
+    """What a reference may hold: the axes over which something that was written there differs between ranks."""
+
+    axes: Axes
+
+
 class _Walk:
     """Follows `real`: for each value, the axes over which ranks may hold different numbers."""
 
@@ -136,10 +100,11 @@ class _Walk:
         self.may_hide = may_hide  # bodies of high-level primitives, because they are walked in another form
         self.around: list[Any] = []  # the enclosing equations: a cached inner body has no line of its own
         self.manual = NONE  # the axes of the enclosing shard_maps
+        self.sizes: dict[str, int] = {}  # of the mesh
 
     def where(self, eqn: Any) -> str:
         lines = (source_line(e) for e in (eqn, *reversed(self.around)))
-        name = type(eqn.params["_prim"]).__name__ if _op(eqn) == "call_hi_primitive" else _op(eqn)
+        name = type(eqn.params["_prim"]).__name__ if name_of(eqn) == "call_hi_primitive" else name_of(eqn)
         return f"{name} at {next(filter(None, lines), 'an unknown line')}"
 
     def body(self, jaxpr: Any, real_in: Sequence[Axes], *, in_mesh: bool = True) -> list[Axes]:
@@ -149,10 +114,11 @@ class _Walk:
         def read(atom: Any) -> Axes:
             return NONE if isinstance(atom, core.Literal) else real[atom]
 
+        wanted = set(_variables(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns)))
         for eqn in jaxpr.eqns:
             real_out = self.equation(eqn, [read(v) for v in eqn.invars])
             for var, axes in zip(eqn.outvars, real_out, strict=True):
-                if in_mesh and _op(eqn) != "shard_map":
+                if in_mesh and var in wanted and not _is_ref(var) and name_of(eqn) != "shard_map":
                     self.vanished(eqn, var, axes)
                 real[var] = axes
         return [read(v) for v in jaxpr.outvars]
@@ -164,7 +130,7 @@ class _Walk:
         return out
 
     def inside(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
-        name = _op(eqn)
+        name = name_of(eqn)
         if name == "shard_map":
             return self.shard_map(eqn, real_in)
         if name == "cond":
@@ -187,12 +153,10 @@ class _Walk:
         return self.transfer(eqn, real_in)
 
     def transfer(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
-        name, axes = _op(eqn), collective_axes(eqn)
-        joined = NONE.union(*real_in) if real_in else NONE
-        if any(_is_ref(v) for v in (*eqn.invars, *eqn.outvars)):  # what was written there is not followed
-            if name in ("swap", "addupdate"):
-                self.vanished(eqn, eqn.invars[0], real_in[1])
-            return [_varying(v) | _partial(v) for v in eqn.outvars]
+        name, axes = name_of(eqn), collective_axes(eqn)
+        if any(_is_ref(v) for v in (*eqn.invars, *eqn.outvars)):
+            return self.reference(eqn, real_in)
+        joined = NONE.union(*real_in)
         if name == "reduced_vary_cast":
             # The cotangent of a partial sum: equal everywhere, but each rank's belongs to its own addend, so the
             # gradient of a replica that went into every addend is rightly the sum of them all.
@@ -204,15 +168,31 @@ class _Walk:
             return real_in
         if name == "io_callback":  # each process asks its own host
             return [self.manual] * len(eqn.outvars)
+        if name == "ppermute" and len(eqn.params["perm"]) == math.prod(self.sizes.get(a, 0) for a in axes):
+            return real_in  # a copy from a rank that holds the same is the same
         if name in MAKES_EQUAL:
             return [joined - axes] * len(eqn.outvars)
         return [joined | axes] * len(eqn.outvars)
+
+    def reference(self, eqn: Any, real_in: list[Any]) -> list[Any]:
+        name, joined = name_of(eqn), _joined(real_in)
+        if not any(map(_is_ref, eqn.invars)):
+            return [_Held(joined) for _ in eqn.outvars]
+        held = real_in[0]
+        if not isinstance(held, _Held) or name not in ("get", "swap", "addupdate", "freeze"):
+            _widen(eqn, real_in)  # a kernel, say, that writes what it likes
+            return [_varying(v) | _partial(v) for v in eqn.outvars]
+        found = held.axes | joined
+        if name in ("swap", "addupdate"):
+            self.vanished(eqn, eqn.invars[0], joined)
+            held.axes = found
+        return [found] * len(eqn.outvars)
 
     def vanished(self, eqn: Any, var: Any, real: Axes) -> None:
         lost = real - _varying(var) - _partial(var)
         if lost:
             way_out = "move the reduction before it, or keep the value SHARD"
-            if _op(eqn) == "sort":
+            if name_of(eqn) == "sort":
                 way_out = "jax.numpy.argsort(x) mistypes positions, jax.numpy.lexsort((x,)) does not"
             raise StateError(
                 f"{self.where(eqn)}: its result differs over {_names(lost)} but is typed as a replica there; {way_out}"
@@ -220,10 +200,10 @@ class _Walk:
 
     def partial_operands(self, eqn: Any) -> None:
         partial = [_partial(v) for v in eqn.invars]
-        touched = NONE.union(*partial) if partial else NONE
+        touched = NONE.union(*partial)
         if not touched:
             return
-        name = _op(eqn)
+        name = name_of(eqn)
         axes = collective_axes(eqn)
         over_others = bool(axes) and name not in EXTREMES and not axes & touched
         completes = name in ("unreduced_psum", "unreduced_reduce_scatter") and axes <= touched
@@ -240,13 +220,15 @@ class _Walk:
             )
 
     def replica_summed(self, eqn: Any, real_in: list[Axes]) -> None:
-        name = _op(eqn)
+        name = name_of(eqn)
         if eqn.params.get("axis_index_groups") is not None:
             raise StateError(f"{self.where(eqn)} uses axis_index_groups: such groups are no mesh axes")
+        if twice := axes_named_twice(eqn):  # XLA ends the process
+            raise StateError(f"{self.where(eqn)} names {_names(twice)} twice in its group; name each axis once")
         axes = collective_axes(eqn) if name in SUMS else NONE
         if name == "vary_unreduced_cast":
             axes = frozenset(eqn.params["axes"])
-        for operand, real in zip(eqn.invars, real_in, strict=True):
+        for operand, real in zip(eqn.invars, real_in, strict=True) if axes else ():
             same = axes - real
             if same and not isinstance(operand, core.Literal):
                 raise StateError(
@@ -260,41 +242,61 @@ class _Walk:
         (inner,) = subjaxprs(eqn)
         cut = [_varying(v) | _partial(v) for v in inner.invars]
         known = [_varying(v) | _partial(v) for v in eqn.invars]  # by an enclosing shard_map
+        self.sizes = dict(eqn.params["mesh"].shape)
         outside, self.manual = self.manual, self.manual | frozenset(eqn.params["newly_manual_axes"])
-        self.body(inner, [real | c - k for real, c, k in zip(real_in, cut, known, strict=True)])
+        self.body(inner, [_joined([real]) | c - k for real, c, k in zip(real_in, cut, known, strict=True)])
         self.manual = outside
         return [_varying(v) | _partial(v) for v in eqn.outvars]
 
     def predicate(self, eqn: Any, varying: Axes, bodies: list[Any]) -> None:
-        for inner in (e for body in bodies for e in _collectives(body)):
+        for inner in (e for body in bodies for e in nested_collectives(body)):
             over = collective_axes(inner)
-            if varying and _op(inner) in PERMUTES or varying & over:
+            if varying and name_of(inner) in PERMUTES or varying & over:
                 raise StateError(
-                    f"{self.where(eqn)} communicates over {_names(over)} ({_op(inner)}) under a predicate "
+                    f"{self.where(eqn)} communicates over {_names(over)} ({name_of(inner)}) under a predicate "
                     f"that differs over {_names(varying)}: ranks that disagree would wait for each other for ever; "
                     "reduce the predicate first and use uniform_cond"
                 )
 
+    def decides(self, eqn: Any, differs: Axes, partials: Sequence[Any]) -> None:
+        """Refuses a predicate that lets each rank choose what happens to its own addend of these values."""
+        for axes in filter(None, (differs & _partial(v) for v in partials)):
+            raise StateError(
+                f"{self.where(eqn)} has a predicate that differs over {_names(axes)}, where a value that it decides "
+                "about is PARTIAL: each rank would go its own way with its addend; choose before the partial is "
+                "declared, or reduce the predicate first"
+            )
+
     def cond(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
-        branches = [_open(b) for b in eqn.params["branches"]]
+        branches = [opened(b) for b in eqn.params["branches"]]
         self.predicate(eqn, _varying(eqn.invars[0]) | real_in[0], branches)
+        operands = enumerate(eqn.invars[1:])
+        self.decides(eqn, real_in[0], [v for i, v in operands if not _only_passes(branches, i)])
         outs = [self.body(b, real_in[1:]) for b in branches]
+        if real_in[0]:
+            _widen(eqn, real_in)
         return [NONE.union(real_in[0], *axes) for axes in zip(*outs, strict=True)]
 
     def while_loop(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
-        test, body = _open(eqn.params["cond_jaxpr"]), _open(eqn.params["body_jaxpr"])
+        test, body = opened(eqn.params["cond_jaxpr"]), opened(eqn.params["body_jaxpr"])
         n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         test_consts, body_consts = real_in[:n_test], real_in[n_test : n_test + n_body]
         carry = real_in[n_test + n_body :]
         self.predicate(eqn, _varying(test.outvars[0]), [test, body])
         while True:
+            held = [ref.axes for ref in real_in if isinstance(ref, _Held)]
             decided = self.body(test, test_consts + carry)[0]
             grown = self.body(body, body_consts + carry)
-            # A loop that ranks leave at different times leaves different values.
-            merged = [old | new | decided for old, new in zip(carry, grown, strict=True)]
-            if merged == carry:
-                return carry
+            merged = [old | new for old, new in zip(carry, grown, strict=True)]
+            if merged == carry and held == [ref.axes for ref in real_in if isinstance(ref, _Held)]:
+                break
             carry = merged
+        if decided:
+            _widen(eqn, real_in)
+        # A loop that ranks leave at different times leaves different values, but those still in it are in one round.
+        changed = [new is not old for old, new in zip(body.invars[n_body:], body.outvars, strict=True)]
+        self.decides(eqn, decided, [v for v, change in zip(eqn.outvars, changed, strict=True) if change])
+        return [axes | decided if change else axes for axes, change in zip(carry, changed, strict=True)]
 
     def scan(self, eqn: Any, real_in: list[Axes]) -> list[Axes]:
         (body,) = subjaxprs(eqn)
@@ -302,9 +304,10 @@ class _Walk:
         consts, carry = real_in[:n_consts], real_in[n_consts : n_consts + n_carry]
         xs = real_in[n_consts + n_carry :]
         while True:
+            held = [ref.axes for ref in real_in if isinstance(ref, _Held)]
             out = self.body(body, consts + carry + xs)
             merged = [old | new for old, new in zip(carry, out[:n_carry], strict=True)]
-            if merged == carry:
+            if merged == carry and held == [ref.axes for ref in real_in if isinstance(ref, _Held)]:
                 return out[:n_carry] + out[n_carry:]
             carry = merged
 
@@ -317,6 +320,17 @@ def _scan_counts(eqn: Any) -> tuple[int, int]:
     return len(list(consts)), len(list(carry))
 
 
+def _variables(*atoms: Sequence[Any]) -> Iterator[Any]:
+    return (atom for some in atoms for atom in some if not isinstance(atom, core.Literal))
+
+
+def _only_passes(bodies: Sequence[Any], index: int) -> bool:
+    """Whether every body returns that operand in the same places, and nothing else reads it."""
+    places = {tuple(out is body.invars[index] for out in body.outvars) for body in bodies}
+    read = any(body.invars[index] in set(_variables(*(eqn.invars for eqn in body.eqns))) for body in bodies)
+    return len(places) == 1 and not read
+
+
 def _is_call(eqn: Any, body: Any) -> bool:
     """Whether the body runs on exactly the operands; a custom reduction's, for one, sees typeless scalars."""
 
@@ -324,7 +338,19 @@ def _is_call(eqn: Any, body: Any) -> bool:
         return [getattr(v.aval, "mat", None) for v in variables]
 
     same = types(body.invars) == types(eqn.invars) and types(body.outvars) == types(eqn.outvars)
-    return same and not _is_kernel(_op(eqn))
+    return same and not _is_kernel(name_of(eqn))
+
+
+def _joined(real: Sequence[Any]) -> Axes:
+    """All axes of values; of references none."""
+    return NONE.union(*(axes for axes in real if not isinstance(axes, _Held)))
+
+
+def _widen(eqn: Any, real: Sequence[Any]) -> None:
+    """Its references may hold anything that their types allow: some ranks wrote there and others did not."""
+    for ref, var in zip(real, eqn.invars, strict=True):
+        if isinstance(ref, _Held):
+            ref.axes |= _varying(var) | _partial(var)
 
 
 def _is_ref(var: Any) -> bool:

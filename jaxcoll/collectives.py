@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -49,11 +50,14 @@ def contract(
 
     Raises:
         StateError: an operand is not SHARD over `group`.
+        ValueError: `dimension_numbers` sum over nothing, so that the product of two shards is no addend.
     """
     axes = as_group(group)
     require(x, axes, State.SHARD, "contract")
     require(w, axes, State.SHARD, "contract")
     numbers = dimension_numbers or (((x.ndim - 1,), (0,)), ((), ()))
+    if axes and not numbers[0][0]:
+        raise ValueError(f"contract over ({', '.join(axes)}) needs a dimension to sum over, not {numbers}")
     y = lax.dot_general(x, w, numbers, preferred_element_type=preferred_element_type)
     return _to_unreduced(y, axes)
 
@@ -215,7 +219,7 @@ def _to_unreduced(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def _dimension(x: jax.Array, dim: int, verb: str) -> int:
     """`dim` counted from the front."""
-    if not -x.ndim <= dim < x.ndim:
+    if not isinstance(dim, Integral) or not -x.ndim <= dim < x.ndim:
         raise ValueError(f"{verb} is asked for dimension {dim} of a value of shape {x.shape}")
     return dim % x.ndim
 

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-from jaxcoll.audit import collective_axes, subjaxprs
 from jaxcoll.html import table_html
+from jaxcoll.primitives import collective_axes, subjaxprs
 from jaxcoll.states import State
 from jaxcoll.topology import GroupName, Topology
 

@@ -184,6 +184,8 @@ def require_layout(verb: str, counts: Array, topology: Topology, mode: GatherMod
     require(counts, topology.group("world"), State.REPLICA, f"{verb} (its counts)")
     if counts.shape != (topology.attn_dp,):
         raise ValueError(f"{verb} needs one count per replica, [{topology.attn_dp}], not {list(counts.shape)}")
+    if not jnp.issubdtype(counts.dtype, jnp.integer):
+        raise ValueError(f"{verb} needs whole numbers for counts, not {counts.dtype}")
     if rows % topology.attn_tp:
         raise ValueError(f"{verb} needs rows in equal chunks: M={rows} is no multiple of attn_tp={topology.attn_tp}")
     if mode == "max_len" and total != topology.attn_dp * rows:

@@ -6,6 +6,8 @@ Weights are [out, in] and have no bias. A module made without `rngs` holds abstr
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcoll.collectives import all_gather, all_reduce, contract
-from jaxcoll.states import State, require
+from jaxcoll.states import State, as_group, require
 from jaxcoll.topology import Topology
 
 Array = jax.Array
@@ -48,10 +50,14 @@ def _matmul(x: Array, weight: Array) -> Array:
     return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
 
 
-def _local_size(size: int, name: str, topology: Topology, group: tuple[str, ...]) -> None:
-    n = topology.size(group)
+def _checked_group(size: int, name: str, topology: Topology, group: str | Iterable[str]) -> tuple[str, ...]:
+    axes = as_group(group)
+    n = topology.size(axes)
+    if not isinstance(size, Integral) or size < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, not {size!r}")
     if size % n:
-        raise ValueError(f"{name}={size} cannot be cut into {n} equal parts over ({', '.join(group)})")
+        raise ValueError(f"{name}={size} cannot be cut into {n} equal parts over ({', '.join(axes)})")
+    return axes
 
 
 class ReplicatedLinear(nnx.Module):
@@ -73,13 +79,14 @@ class ColumnParallelLinear(nnx.Module):
     Args:
         in_features, out_features: global sizes; the group's size must divide `out_features`.
         topology: the mesh's sizes.
-        group: mesh axes that hold the cut weight.
+        group: mesh axes that hold the cut weight, in rank order (or one axis name).
         gather_output: all_gather the output over `group`; off, the output stays SHARD.
         dtype: type of the weight.
         rngs: see `parameter`.
 
     Raises:
-        ValueError: the group's size does not divide `out_features`.
+        ValueError: `out_features` is no positive whole number or the group's size does not divide it, or the mesh has
+            no such axis.
     """
 
     def __init__(
@@ -88,14 +95,14 @@ class ColumnParallelLinear(nnx.Module):
         out_features: int,
         *,
         topology: Topology,
-        group: tuple[str, ...],
+        group: str | Iterable[str],
         gather_output: bool = False,
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs | None = None,
     ):
-        _local_size(out_features, "out_features", topology, group)
-        self.group, self.gather_output = group, gather_output
-        self.weight = parameter((out_features, in_features), dtype, P(group or None, None), rngs)
+        self.group = _checked_group(out_features, "out_features", topology, group)
+        self.gather_output = gather_output
+        self.weight = parameter((out_features, in_features), dtype, P(self.group or None, None), rngs)
 
     def __call__(self, x: Array) -> Array:
         """[..., in] REPLICA over the group -> [..., out/n] SHARD, or [..., out] REPLICA with `gather_output`.
@@ -118,13 +125,14 @@ class RowParallelLinear(nnx.Module):
     Args:
         in_features, out_features: global sizes; the group's size must divide `in_features`.
         topology: the mesh's sizes.
-        group: mesh axes that hold the cut weight.
+        group: mesh axes that hold the cut weight, in rank order (or one axis name).
         reduce_results: all_reduce the output over `group`.
         dtype: type of the weight.
         rngs: see `parameter`.
 
     Raises:
-        ValueError: the group's size does not divide `in_features`.
+        ValueError: `in_features` is no positive whole number or the group's size does not divide it, or the mesh has
+            no such axis.
     """
 
     def __init__(
@@ -133,14 +141,14 @@ class RowParallelLinear(nnx.Module):
         out_features: int,
         *,
         topology: Topology,
-        group: tuple[str, ...],
+        group: str | Iterable[str],
         reduce_results: bool = True,
         dtype: Any = jnp.float32,
         rngs: nnx.Rngs | None = None,
     ):
-        _local_size(in_features, "in_features", topology, group)
-        self.group, self.reduce_results = group, reduce_results
-        self.weight = parameter((out_features, in_features), dtype, P(None, group or None), rngs)
+        self.group = _checked_group(in_features, "in_features", topology, group)
+        self.reduce_results = reduce_results
+        self.weight = parameter((out_features, in_features), dtype, P(None, self.group or None), rngs)
 
     def __call__(self, x: Array) -> Array:
         """[..., in/n] SHARD over the group -> [..., out] REPLICA, or PARTIAL without `reduce_results`.

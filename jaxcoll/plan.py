@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 from jaxcoll.combine import Way, combine_impossible
@@ -16,7 +17,7 @@ from jaxcoll.hand_over import Alternative, HandOver, PlanError
 from jaxcoll.html import table_html
 from jaxcoll.kernels import NO_KERNELS, KernelPlan, RowShape, plan_kernels
 from jaxcoll.plan_exchange import Exchange, choose_exchange, refuse_exchange
-from jaxcoll.rows import GatherMode, RowPlan, StepFacts, plan_rows
+from jaxcoll.rows import GatherMode, RowPlan, StepFacts, plan_rows, whole_counts
 from jaxcoll.settings import Settings
 from jaxcoll.topology import Topology
 
@@ -126,10 +127,13 @@ def plan_layer(
 
     Raises:
         PlanError: a named path is impossible here, or no replica holds a row.
-        ValueError: not one count per replica, or a count beyond its room.
+        ValueError: not one whole count per replica, a count beyond its room, rows that 32 bits cannot number, or no
+            whole width.
     """
     settings = settings or Settings()
-    roomy = _checked_room(topology, counts, room)
+    counts, roomy = _checked_room(topology, counts, room)
+    if not isinstance(shared_width, Integral) or isinstance(shared_width, bool) or shared_width < 1:
+        raise ValueError(f"shared_width must be a whole number of at least 1, not {shared_width!r}")
     if settings.backend != "gather":
         return _plan_all_to_all(topology, counts, roomy, settings, shared_width, row)
     return _plan_gather(topology, counts, roomy, settings, shared_width, facts)
@@ -194,16 +198,20 @@ def _rows_in_room(
     return dataclasses.replace(exact, reason=reason, rows=shapes.rows, total=shapes.total, starts=starts)
 
 
-def _checked_room(topology: Topology, counts: Sequence[int], room: Sequence[int] | None) -> Sequence[int]:
-    for name, given in (("counts", counts), ("room", counts if room is None else room)):
+def _checked_room(
+    topology: Topology, counts: Sequence[int], room: Sequence[int] | None
+) -> tuple[Sequence[int], Sequence[int]]:
+    """The counts, and the room for them."""
+    counts = whole_counts(counts)
+    roomy = counts if room is None else whole_counts(room, "room")
+    for name, given in (("counts", counts), ("room", roomy)):
         if len(given) != topology.attn_dp:
             raise ValueError(f"{name} {list(given)} must be one per replica: attn_dp is {topology.attn_dp}")
     if not any(counts):
         raise PlanError("no replica holds a row, so nobody runs: a plan needs at least one row")
-    roomy = counts if room is None else room
     if any(count > space for count, space in zip(counts, roomy, strict=True)):
         raise ValueError(f"counts {list(counts)} do not fit the room {list(roomy)} planned for them")
-    return roomy
+    return counts, roomy
 
 
 def _choose_gather(topology: Topology, rows: RowPlan, settings: Settings, *, elastic: bool) -> tuple[Gather, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -49,6 +49,9 @@ class StepFacts:
         _one_of("a2a", self.a2a, get_args(A2A))
         _one_of("graph", self.graph, get_args(Graph))
         _one_of("decode_graph_mode", self.decode_graph_mode, get_args(Mode))
+        for name in ("extend_in_batch", "deepep_v2_force_max_len", "hybrid_ssm", "elastic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,11 +176,13 @@ def plan_rows(
         bucketed: rounds M and G up to buckets, so that few programs serve all counts; off, they are exact.
 
     Raises:
-        ValueError: no replica, a negative or fractional count, an unknown mode, attn_tp below 1.
+        ValueError: no replica, a negative or fractional count, an unknown mode, attn_tp below 1, or more rows than
+            32 bits number.
     """
-    real = _whole_counts(counts)
-    if attn_tp < 1:
-        raise ValueError(f"attn_tp must be at least 1, not {attn_tp}")
+    real = whole_counts(counts)
+    if not isinstance(attn_tp, int | np.integer) or attn_tp < 1:
+        raise ValueError(f"attn_tp must be a whole number of at least 1, not {attn_tp!r}")
+    _numbered("a replica's", max(real))
     aligned = aligned_counts(np.array(real), attn_tp)
     if mode is not None:
         _one_of("mode", mode, get_args(Mode))
@@ -190,8 +195,14 @@ def plan_rows(
     if chosen == "sum_len":
         held = int(aligned.sum())
         total = min(total, bucket_rows(held, attn_tp)) if bucketed else held
+    _numbered("the replicas'", total)
     _, starts = slots(np.array(real), chosen, attn_tp=attn_tp, rows=rows)
     return RowPlan(real, tuple(aligned.tolist()), chosen, reason, rows, total, tuple(starts.tolist()))
+
+
+def _numbered(whose: str, rows: int) -> None:
+    if rows >= 2**31:
+        raise ValueError(f"{whose} {rows} rows are more than 2^31 - 1, which 32 bits can number")
 
 
 def _by_overrides(aligned: Sequence[int], facts: StepFacts) -> tuple[Mode, str] | None:
@@ -231,13 +242,19 @@ def _array_module(counts: np.ndarray | jax.Array) -> Any:
     return jnp if isinstance(counts, jax.Array) else np
 
 
-def _whole_counts(counts: Sequence[int]) -> tuple[int, ...]:
+def whole_counts(counts: Sequence[int], name: str = "counts") -> tuple[int, ...]:
+    """Counts as Python's own integers.
+
+    Raises:
+        ValueError: they are no whole numbers, negative, or none at all.
+    """
     try:
         whole = tuple(operator.index(c) for c in counts)
     except TypeError:
         whole = ()
     if not whole or min(whole) < 0:
-        raise ValueError(f"counts must be whole numbers of at least 0, one per replica, not {list(counts)}")
+        given = list(counts) if isinstance(counts, Iterable) else counts
+        raise ValueError(f"{name} must be whole numbers of at least 0, one per replica, not {given}")
     return whole
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any, Literal, get_args
 
 from jaxcoll.wire import WireChoice
@@ -36,7 +37,7 @@ _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 class SettingsError(ValueError):
-    """A choice or an environment variable with a value that does not exist; the message names the allowed ones."""
+    """A choice, switch or environment variable with a value that does not exist; the message names the allowed ones."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +95,13 @@ class Settings:
             value = getattr(self, name)
             if value not in get_args(choice):
                 raise SettingsError(f"{name} must be one of {', '.join(get_args(choice))}, not {value!r}")
+        for name in VARIABLES:  # the switches; the word "false" would be taken for on
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (name == "use_reduce_scatter" and value is None):
+                raise SettingsError(f"{name} must be True or False, not {value!r}")
+        copies = self.redundant_experts
+        if not isinstance(copies, Integral) or isinstance(copies, bool) or copies < 0:
+            raise SettingsError(f"redundant_experts must be a whole number of at least 0, not {copies!r}")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **given: Any) -> Settings:

@@ -52,8 +52,13 @@ def as_group(group: str | Iterable[str]) -> Group:
 
     Raises:
         ValueError: an axis is named twice.
+        TypeError: no axis names in an order of their own. A set has none: every process would number the ranks
+            in its own way.
     """
-    axes = (group,) if isinstance(group, str) else tuple(group)
+    ordered = isinstance(group, Iterable) and not isinstance(group, set | frozenset)
+    axes = (group,) if isinstance(group, str) else tuple(group) if ordered else ()
+    if not ordered or not all(isinstance(axis, str) for axis in axes):
+        raise TypeError(f"a group is an axis name or a tuple of axis names in rank order, not {group!r}")
     if len(set(axes)) != len(axes):
         raise ValueError(f"the group ({', '.join(axes)}) names an axis twice")
     return axes

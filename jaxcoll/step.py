@@ -86,21 +86,21 @@ def compile_step(
         fn: the per-rank program; its arguments have per-rank shapes, its values states.
         topology: the mesh.
         args: arrays or `jax.ShapeDtypeStruct`s of global shapes, one tree per argument of `fn`.
-        in_specs, out_specs: trees of PartitionSpec (prefixes allowed), as for `jax.shard_map`.
+        in_specs, out_specs: trees of PartitionSpec as for `jax.shard_map`; prefixes allowed, one alone is for all.
         donate_argnums: arguments whose buffers the step may reuse.
         compiler: compiles the lowered program; None is its own `compile`. `targets.compile_only` for absent GPUs.
         compiler_options: what the compiler is given after the program, if anything.
         name, plan: see `Step`.
 
-    In a job of several processes every one must compile the same programs in the same order.
-
     Raises:
-        DisagreementError: another process is about to compile something else.
+        DisagreementError: another process of the job is about to compile something else; all must compile alike.
         PeerTimeout: another process does not come.
         StateError: the audit refuses the program, or a verb refused a state while it was traced.
+        TypeError, ValueError: an argument is no array, or has no spec.
     """
-    placed = [_placed(arg, spec, topology) for arg, spec in zip(args, in_specs, strict=True)]
-    mapped = jax.shard_map(fn, mesh=topology.mesh, in_specs=tuple(in_specs), out_specs=out_specs)
+    specs = _spec_per_argument(in_specs, len(args), name)
+    placed = [_placed(arg, spec, topology) for arg, spec in zip(args, specs, strict=True)]
+    mapped = jax.shard_map(fn, mesh=topology.mesh, in_specs=specs, out_specs=out_specs)
     audit(traced := jax.jit(mapped, donate_argnums=donate_argnums).trace(*placed))
     lowered, options = traced.lower(), [compiler_options] if compiler_options else []
     fingerprint = agree_on_program(name, topology, traced, lowered, placed)
@@ -109,11 +109,23 @@ def compile_step(
     return Step(topology, traced, compiled, name, fingerprint, plan)
 
 
+def _spec_per_argument(specs: Any, arguments: int, name: str) -> tuple[Any, ...]:
+    specs = (specs,) * arguments if isinstance(specs, PartitionSpec) else tuple(specs)
+    if len(specs) != arguments:
+        raise ValueError(f"{name} has {arguments} arguments and {len(specs)} in_specs; each needs one of its own")
+    return specs
+
+
 def _placed(arg: Any, spec: Any, topology: Topology) -> Any:
     """Abstract values on their place of the mesh, so that the program is compiled for exactly that."""
 
     def place(part: PartitionSpec, tree: Any) -> Any:
         sharding = topology.sharding(part)
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+        return jax.tree.map(lambda x: abstract(x, sharding), tree)
+
+    def abstract(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(f"a step takes arrays or jax.ShapeDtypeStructs, not {x!r}")
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return jax.tree.map(place, spec, arg, is_leaf=lambda node: isinstance(node, PartitionSpec))

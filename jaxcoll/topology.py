@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -60,9 +61,8 @@ class Topology:
         for name in ("attn_dp", "attn_tp", "moe_ep"):
             size = getattr(self, name)
             if name == "moe_ep" and size is None:
-                object.__setattr__(self, "moe_ep", size := self.world)
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise TopologyError(f"{name} must be a whole number of at least 1, not {size!r}")
+                size = self.world
+            object.__setattr__(self, name, _size(name, size))
         if self.world % self._moe_ep:
             raise TopologyError(
                 f"moe_ep={self._moe_ep} does not divide the world of attn_dp*attn_tp = "
@@ -78,16 +78,17 @@ class Topology:
             raise TopologyError(f"{len(self.devices)} devices given for a world of {self.world}")
         if self.devices is not None and len(set(self.devices)) != self.world:
             raise TopologyError(f"a device is given twice: {', '.join(map(str, self.devices))}")
-        if self.hosts is None:
-            object.__setattr__(self, "hosts", _hosts_of(self.devices))
-        if self._hosts < 1 or self.world % self._hosts:
+        hosts = _hosts_of(self.devices) if self.hosts is None else self.hosts
+        object.__setattr__(self, "hosts", _size("hosts", hosts))
+        if self.world % self._hosts:
             raise TopologyError(f"hosts={self.hosts} does not divide the world of {self.world} devices")
 
     @classmethod
     def here(cls, attn_dp: int = 1, attn_tp: int = 1, moe_ep: int | None = None) -> Topology:
         """On the first of the devices that jax sees, hosts included; asking starts the devices."""
-        found = jax.devices()[: attn_dp * attn_tp]
-        return cls(attn_dp, attn_tp, moe_ep, devices=tuple(found) if len(found) == attn_dp * attn_tp else None)
+        anywhere = cls(attn_dp, attn_tp, moe_ep)
+        found = tuple(jax.devices()[: anywhere.world])
+        return cls(attn_dp, attn_tp, moe_ep, devices=found) if len(found) == anywhere.world else anywhere
 
     @property
     def _hosts(self) -> int:
@@ -135,7 +136,14 @@ class Topology:
         return not axes or self.axes[axes[0]] > 1
 
     def size(self, group: Group) -> int:
-        """Members of a group: the product of its axes' sizes."""
+        """Members of a group: the product of its axes' sizes.
+
+        Raises:
+            TopologyError: the mesh has no such axis.
+        """
+        for axis in group:
+            if axis not in self.axes:
+                raise TopologyError(f"the mesh has no axis {axis!r}; its axes are {', '.join(self.axes)}")
         return math.prod(self.axes[a] for a in group)
 
     @functools.cached_property
@@ -187,6 +195,17 @@ class Topology:
         if not (0 <= outer < outer_size and 0 <= inner < inner_size):
             raise TopologyError(f"rank ({outer}, {inner}) lies outside {outer_size} x {inner_size}")
         return outer * inner_size + inner
+
+
+def _size(name: str, size: Any) -> int:
+    """A size as Python's own integer; NumPy's are whole numbers too."""
+    try:
+        whole = 0 if isinstance(size, bool) else operator.index(size)
+    except TypeError:
+        whole = 0
+    if whole < 1:
+        raise TopologyError(f"{name} must be a whole number of at least 1, not {size!r}")
+    return whole
 
 
 def _hosts_of(devices: Sequence[Any] | None) -> int:

@@ -153,6 +153,25 @@ def test_a_loop_of_a_number_of_rounds_that_all_agree_on():
         np.testing.assert_array_equal(got, times * SUM)
 
 
+@pytest.mark.parametrize("loop", ["scan", "while"])
+def test_what_a_later_round_hands_on(loop):
+    """Only in the third round does the last of the carried values differ between ranks."""
+
+    def program(x):
+        def shift(c):
+            return x, c[0], c[1]
+
+        start = (vary(total(x)),) * 3
+        if loop == "scan":
+            carried = lax.scan(lambda c, _: (shift(c), None), start, None, length=3)[0]
+        else:
+            rounds = lax.pmax(x[0, 0], BOTH).astype(int) * 0 + 3
+            carried = lax.fori_loop(0, rounds, lambda i, c: shift(c), start)
+        return lax.psum(carried[2], "attn_tp")
+
+    np.testing.assert_array_equal(run(program), SUM)
+
+
 def test_a_loop_of_its_own_without_communication():
     """Ranks may leave such a loop when they like, and values that it only passes through stay replicas."""
 
@@ -169,6 +188,33 @@ def test_a_loop_of_its_own_without_communication():
         expected = np.where(expected < 100, 2 * expected + 1, expected)
     np.testing.assert_array_equal(alone, expected)
     assert largest == expected.max()
+
+
+def test_a_loop_of_a_number_of_rounds_of_each_replica():
+    """jax types the counter as a replica and nobody reads it afterwards; attn_tp is what talks, and agrees."""
+
+    def program(x):
+        mine = lax.axis_index("attn_dp")
+        doubled = lax.fori_loop(0, mine, lambda i, v: v + v, u(x))
+        return lax.fori_loop(0, mine, lambda i, c: c + total(x) * i, total(x)), all_reduce(doubled, "attn_tp")
+
+    replica = np.arange(4).repeat(2)[:, None]
+    added, doubled = run(program, out_specs=(DP, DP))
+    np.testing.assert_array_equal(added, SUM * (1 + replica * (replica - 1) // 2))
+    np.testing.assert_array_equal(doubled, SUM * 2**replica)
+
+
+def test_a_branch_of_each_rank_makes_its_addend_or_lets_a_partial_pass():
+    def program(x):
+        positive = x[0, 0] > 0
+        passed, turned = lax.cond(positive, lambda v, w: (v, w), lambda v, w: (v, -w), u(x), x)
+        born = lax.cond(positive, lambda: u(x), lambda: u(-x))
+        return [all_reduce(v, "attn_tp") for v in (passed, u(turned), born)]
+
+    sign = np.where(X[::2, ::8] > 0, 1, -1).repeat(2, 0)  # [row, attn_tp]
+    turned = (X.reshape(8, 2, 8) * sign[..., None]).sum(1)
+    for got, expected in zip(run(program), (SUM, turned, turned), strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_uniform_branches_on_reduced_counts():
@@ -249,13 +295,38 @@ def test_numbers_of_each_rank_and_prints():
 
 
 def test_references_of_shards():
+    """A reference holds what differs from the first write on that differs, in a loop also what later rounds write."""
+
     def program(x):
-        ref = jax.new_ref(vary(jnp.zeros((2, 8)), BOTH))
-        ref[...] = x
-        ref[...] += x
+        ref = jax.new_ref(vary(total(x)))
+        ref[...] -= x
+
+        def later(c, _):
+            c += lax.psum(ref[...], "attn_tp")
+            ref[...] = x
+            return c, None
+
+        return lax.scan(later, total(x) * 0, None, length=2)[0]
+
+    np.testing.assert_array_equal(run(program), (2 * SUM - SUM) + SUM)
+
+
+@pytest.mark.parametrize("by", ["branch", "loop"])
+def test_a_reference_that_each_rank_may_clear_is_no_replica(by):
+    def program(x):
+        ref = jax.new_ref(vary(total(x)))
+
+        def clear():
+            ref[...] *= 0
+
+        if by == "branch":
+            lax.cond(x[0, 0] > 0, clear, lambda: None)
+        else:
+            lax.fori_loop(0, (x[0, 0] > 0).astype(int), lambda i, _: clear(), None)
         return lax.psum(ref[...], "attn_tp")
 
-    np.testing.assert_array_equal(run(program), 2 * SUM)
+    kept = (X[::2, ::8] <= 0).sum(1).repeat(2)[:, None]  # of two ranks
+    np.testing.assert_array_equal(run(program), SUM * kept)
 
 
 def test_a_nested_shard_map():

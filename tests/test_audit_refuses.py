@@ -257,3 +257,40 @@ def test_a_difference_between_ranks_that_the_type_lost(what):
     assert re.search(r": its result differs over \(.*attn_tp\) but is typed as a replica there; ", words)
     if "argsort" in what:
         assert words.endswith("jax.numpy.argsort(x) mistypes positions, jax.numpy.lexsort((x,)) does not")
+
+
+@pytest.mark.parametrize(
+    "talk", [lambda x, g: lax.psum(x, g), lambda x, g: lax.pmax(x, g), lambda x, g: lax.all_gather(x, g, tiled=True)]
+)
+def test_an_axis_named_twice_by_a_raw_collective(talk):
+    """XLA ends the process over it."""
+    words = audit_refuses(lambda x: talk(x, ("attn_tp", "attn_tp")), out_specs=CUT)
+    assert words.endswith(" names (attn_tp) twice in its group; name each axis once")
+
+
+# Each rank goes its own way with its addend of a partial sum.
+
+CHOSEN = {
+    "branches on a shard": lambda x: lax.cond(x[0, 0] > 0, lambda v: v, lambda v: -v, u(x)),
+    "passed on and used": lambda x: lax.cond(x[0, 0] > 0, lambda v: (v, v + v), lambda v: (v, -v), u(x))[1],
+    "one of two partials": lambda x: lax.cond(x[0, 0] > 0, lambda v, w: v, lambda v, w: w, u(x), u(-x)),
+    "branches on the rank": lambda x: lax.cond(lax.axis_index("attn_tp") == 0, lambda v: v, lambda v: v - v, u(x)),
+    "switch on the rank": lambda x: lax.switch(lax.axis_index("attn_tp"), [lambda v: v + v, lambda v: v], u(x)),
+    "rounds by a shard": lambda x: lax.while_loop(
+        lambda c: c[0] < x[0, 0], lambda c: (c[0] + 1, c[1] + c[1]), (vary(0.0, BOTH), u(x))
+    )[1],
+    "rounds by the rank": lambda x: lax.fori_loop(0, lax.axis_index("attn_tp"), lambda i, c: c + c, u(x)),
+    "in a jit in a scan": lambda x: lax.scan(
+        lambda c, _: (jax.jit(lambda v: lax.cond(x[0, 0] > 0, lambda w: w, lambda w: -w, v))(c), None),
+        u(x),
+        None,
+        length=2,
+    )[0],
+}
+
+
+@pytest.mark.parametrize("what", CHOSEN)
+def test_a_predicate_of_each_rank_decides_about_a_partial_sum(what):
+    words = audit_refuses(lambda x: all_reduce(CHOSEN[what](x), "attn_tp"))
+    assert re.match(r"(cond|while) at .*\) has a predicate that differs over \(attn_tp\), where a value that it", words)
+    assert words.endswith("choose before the partial is declared, or reduce the predicate first")

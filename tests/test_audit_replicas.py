@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxcoll import StateError, Topology, all_gather, all_reduce, audit, declare_partial, reduce_scatter
-from jaxcoll.audit import subjaxprs
+from jaxcoll.primitives import subjaxprs
 
 MESH = Topology(4, 2).mesh
 BOTH = ("attn_dp", "attn_tp")
@@ -45,6 +45,16 @@ def total(x):
     return lax.psum(x, "attn_tp")
 
 
+def summed_in_a_reference(x):
+    ref = jax.new_ref(x * 0)
+
+    def add(i, _):
+        ref[...] += x
+
+    lax.fori_loop(0, 3, add, None)
+    return jax.freeze(ref)
+
+
 SUMS = {
     "psum": total,
     "pmean": lambda x: lax.pmean(x, "attn_tp"),
@@ -64,6 +74,10 @@ SUMS = {
         vary(jax.pure_callback(lambda: np.ones((1, 3), np.float32), X.update(shape=(1, 3))), BOTH)
     ),
     "a broadcast": lambda x: total(lax.pbroadcast(vary(x) * lax.axis_index("attn_tp"), ("attn_tp",), 0)),
+    "sent round": lambda x: total(lax.ppermute(vary(x), "attn_tp", [(0, 1), (1, 0)])),
+    "from a reference": lambda x: total(jax.new_ref(vary(x))[...]),
+    "from a reference that is given away": lambda x: total(jax.jit(lambda r: r[0:2] * 2)(jax.new_ref(vary(x)))),
+    "from a reference that a loop fills": lambda x: total(summed_in_a_reference(vary(x))),
     "random numbers of one key": lambda x: total(vary(jax.random.normal(jax.random.key(0), (1, 3)), BOTH)),
 }
 
@@ -174,6 +188,18 @@ def test_a_replica_of_an_enclosing_shard_map():
     whole = {"in_specs": P(), "out_specs": P()}
     assert_counts_a_replica(outer(lambda v: lax.pmax(total(v), "attn_dp"), X, **whole))
     audit(outer(lambda v: lax.pmax(total(v), "attn_dp"), X, in_specs=P(None, "attn_tp"), out_specs=P()))
+
+
+@pytest.mark.parametrize("total_loss", [lambda v: lax.psum(v, "attn_dp"), lambda v: lax.pmean(v, "attn_dp")])
+def test_the_known_right_program_that_is_refused(total_loss):
+    """The README says so: a raw psum's cotangent cannot be told from a replica; the verbs' loss passes."""
+
+    def loss(bias, x):
+        return total_loss(jnp.sum(x + bias))
+
+    assert_counts_a_replica(traced(lambda x: jax.grad(loss)(jnp.ones(16), x), out_specs=P()), "attn_dp")
+    by_verbs = jax.grad(lambda b, x: all_reduce(declare_partial(jnp.sum(x + b), "attn_dp"), "attn_dp"))
+    audit(traced(lambda x: by_verbs(jnp.ones(16), x), out_specs=P()))
 
 
 def test_a_shard_map_inside_other_bodies():

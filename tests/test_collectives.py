@@ -170,6 +170,16 @@ def test_contract_adds_up_to_the_whole_product(group):
         np.testing.assert_array_equal(got, expected)
 
 
+def test_contract_needs_something_to_sum_over():
+    for numbers in ((((), ()), ((), ())), (((), ()), ((0, 1), (0, 1)))):
+        with pytest.raises(ValueError, match=r"contract over \(attn_tp\) needs a dimension to sum over, not "):
+            run(
+                Topology(2, 3),
+                lambda x, numbers=numbers: contract(x, x, "attn_tp", dimension_numbers=numbers),
+                np.zeros((6, 2, 3), np.float32),
+            )
+
+
 def test_a_group_may_be_an_axis_name_a_tuple_or_a_list():
     topology = Topology(2, 3)
     got = run(
@@ -330,7 +340,7 @@ def test_a_dimension_that_does_not_divide(verb, call, size):
     )
 
 
-@pytest.mark.parametrize("dim", [2, -3])
+@pytest.mark.parametrize("dim", [2, -3, 0.0, None, "0"])
 @pytest.mark.parametrize(
     "verb, call",
     [

@@ -288,6 +288,8 @@ def test_shapes_that_do_not_fit_are_refused():
         trace(lambda x, c: gather(x[:3], c, TOPOLOGY, mode="sum_len", total=16))
     with pytest.raises(ValueError, match=r"gather_replicas needs one count per replica, \[4\], not \[2\]"):
         trace(lambda x, c: gather(x, c[:2], TOPOLOGY, mode="sum_len", total=16))
+    with pytest.raises(ValueError, match="gather_replicas needs whole numbers for counts, not float32"):
+        trace(lambda x, c: gather(x, c * 1.5, TOPOLOGY, mode="max_len", total=16))
     with pytest.raises(ValueError, match=r"own_rows by max_len has attn_dp\*M = 4\*2 = 8 rows, not 4"):
         trace(lambda x, c: own_rows(x, c, TOPOLOGY, mode="max_len", rows=2), ())
 

@@ -194,6 +194,25 @@ def test_weights_are_abstract_until_drawn_and_know_their_place():
     assert abs(float(jnp.std(drawn.astype(jnp.float32))) * IN**0.5 - 1) < 0.1  # 1152 numbers of variance 1/IN
 
 
+def test_a_group_may_be_an_axis_name():
+    topology = Topology(2, 3)
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        named, listed = (kind(IN, OUT, topology=topology, group=group) for group in ("attn_tp", ["attn_tp"]))
+        assert named.group == listed.group == ("attn_tp",)
+        assert partition_specs(named) == partition_specs(listed)
+
+
+@pytest.mark.parametrize("kind, name", [(ColumnParallelLinear, "out_features"), (RowParallelLinear, "in_features")])
+def test_an_axis_or_a_size_that_is_none(kind, name):
+    sizes = {"in_features": IN, "out_features": OUT}
+    with pytest.raises(ValueError, match="the mesh has no axis 'tp'; its axes are attn_dp, attn_tp"):
+        kind(**sizes, topology=Topology(2, 3), group=("tp",))
+    for size in (0, -3, 3.0, "3"):
+        with pytest.raises(ValueError) as error:
+            kind(**sizes | {name: size}, topology=Topology(2, 3), group=("attn_tp",))
+        assert str(error.value) == f"{name} must be a whole number of at least 1, not {size!r}"
+
+
 # Gradients against one device. Each is a sum of up to 48 products of numbers about 1, so 1e-6 per product.
 GRADIENT_TOLERANCE = 5e-5
 

@@ -379,7 +379,9 @@ def test_a_program_differs_where_its_paths_or_shapes_do():
         ((0, 0), None, "no replica holds a row, so nobody runs"),
         ((0, 0), (1, 1), "no replica holds a row, so nobody runs"),
         ((2, -1), None, "counts must be whole numbers of at least 0"),
-        ((1.5, 1), None, "counts must be whole numbers of at least 0"),
+        ((None, None), None, "counts must be whole numbers of at least 0"),
+        (None, None, "counts must be whole numbers of at least 0, one per replica, not None"),
+        ((1, 1), (2.5, 2.5), "room must be whole numbers of at least 0"),
     ],
 )
 def test_counts_that_cannot_be_are_refused(counts: Any, room, words):

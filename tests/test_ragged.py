@@ -210,6 +210,19 @@ def test_reduce_scatter_v_reads_slots_where_they_start(transport):
             np.testing.assert_array_equal(y[d], expected)
 
 
+def test_slots_past_the_end_read_nothing_else(transport):
+    starts = np.array([0, 3, 11, 14], np.int32)
+
+    def scattered(x, counts):
+        x = declare_partial(x, "attn_dp")
+        return reduce_scatter_v(x, counts, "attn_dp", rows=3, starts=jnp.array(starts), transport=transport)
+
+    topology = Topology(4, 1)
+    run = step(topology, scattered, [shape(48), shape(4, dtype="int32")], [P("attn_dp"), P()], P("attn_dp"))
+    y = run(np.tile(np.arange(1, 13, dtype=np.float32), 4), np.array([3, 2, 3, 3], np.int32))
+    np.testing.assert_array_equal(np.asarray(y).reshape(4, 3), [[4, 8, 12], [16, 20, 0], [48, 0, 0], [0, 0, 0]])
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int32", "bfloat16"])
 def test_reduce_scatter_v_keeps_the_type(dtype, transport):
     def scattered(x, counts):

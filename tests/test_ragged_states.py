@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from stepping import everywhere, shape, step
 
+from jaxcoll import primitives
 from jaxcoll.audit import audit
 from jaxcoll.collectives import all_reduce, declare_partial
 from jaxcoll.hlo import collectives
@@ -180,8 +181,8 @@ def test_placed_rows_add_up_to_all_rows():
 
 def test_only_ragged_and_the_audit_know_the_retypes():
     for name, files in {
-        "partial_to_shard": {"ragged.py", "audit.py"},
-        "shard_to_replica": {"ragged.py", "audit.py"},
+        "partial_to_shard": {"ragged.py", "primitives.py"},
+        "shard_to_replica": {"ragged.py", "primitives.py"},
         "retyped_as_shard": {"ragged.py", "dispatch.py"},  # addends over moe_tp travel home before they are added
         "_retyped_as_replica": {"ragged.py"},
     }.items():
@@ -200,7 +201,7 @@ def test_the_audit_refuses_what_only_looks_like_a_retype(monkeypatch):
     audit(traced(gathered))
     auditing = sys.modules["jaxcoll.audit"]  # the package's attribute of that name is the function
     monkeypatch.setattr(auditing, "CASTS", auditing.CASTS - {"partial_to_shard"})
-    monkeypatch.setattr(auditing, "COLLECTIVES", auditing.COLLECTIVES - {"shard_to_replica"})
+    monkeypatch.setattr(primitives, "COLLECTIVES", primitives.COLLECTIVES - {"shard_to_replica"})
     with pytest.raises(StateError, match="partial_to_shard at .* touches a value that is PARTIAL"):
         audit(traced(scattered))
     with pytest.raises(StateError, match=r"shard_to_replica at .* differs over \(attn_dp\) but is typed as a replica"):

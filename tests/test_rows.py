@@ -186,6 +186,19 @@ def test_counts_that_are_none_are_refused(counts):
         plan_rows(counts)
 
 
+@pytest.mark.parametrize(
+    ("counts", "rows"),
+    [
+        ((2**31,), "a replica's 2147483648"),
+        ((2**64, 1), f"a replica's {2**64}"),
+        ((2**30, 2**30), "the replicas' 2147483648"),
+    ],
+)
+def test_rows_that_32_bits_cannot_number_are_refused(counts, rows):
+    with pytest.raises(ValueError, match=f"{rows} rows are more than 2.31 - 1, which 32 bits can number"):
+        plan_rows(counts)
+
+
 def test_unknown_words_are_refused():
     with pytest.raises(ValueError, match="unknown mode 'sum'; allowed are max_len, sum_len"):
         plan_rows((1,), mode="sum")  # pyright: ignore[reportArgumentType]
@@ -197,5 +210,9 @@ def test_unknown_words_are_refused():
         StepFacts(graph="both")  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="unknown decode_graph_mode 'auto'; allowed are max_len, sum_len"):
         StepFacts(decode_graph_mode="auto")  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="attn_tp must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="elastic must be True or False, not 'no'"):
+        StepFacts(elastic="no")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="attn_tp must be a whole number of at least 1, not 1.5"):
+        plan_rows((1,), 1.5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="attn_tp must be a whole number of at least 1, not 0"):
         plan_rows((1,), 0)

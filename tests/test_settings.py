@@ -216,3 +216,29 @@ def test_a_plan_asks_for_devices_only_where_that_rule_decides(monkeypatch):
 def test_the_default_reaches_the_plan(monkeypatch, version, expected):
     monkeypatch.setattr(jax, "devices", lambda: [device(version)])
     assert plan_layer(Topology(4, 1, 2), (1, 1, 1, 1), shared_width=8).combine == expected
+
+
+@pytest.mark.parametrize("field", NAMES)
+@pytest.mark.parametrize("value", ["false", "0", 0, 1, 2.0, None])
+def test_a_switch_is_true_or_false(field, value):
+    """A word would be taken for on, whatever it says."""
+    if field == "use_reduce_scatter" and value is None:
+        assert fields(**{field: None}).use_reduce_scatter is None
+        return
+    with pytest.raises(SettingsError) as error:
+        fields(**{field: value})
+    assert str(error.value) == f"{field} must be True or False, not {value!r}"
+
+
+@pytest.mark.parametrize("copies", [-1, True, 1.5, "2", None])
+def test_copies_of_experts_are_a_whole_number(copies):
+    with pytest.raises(SettingsError) as error:
+        fields(redundant_experts=copies)
+    assert str(error.value) == f"redundant_experts must be a whole number of at least 0, not {copies!r}"
+
+
+@pytest.mark.parametrize("width", [0, -8, True, 1.5, "8", None])
+def test_a_width_is_a_positive_whole_number(width):
+    with pytest.raises(ValueError) as error:
+        plan_layer(Topology(2, 2), (1, 1), shared_width=width)
+    assert str(error.value) == f"shared_width must be a whole number of at least 1, not {width!r}"

@@ -208,6 +208,16 @@ def test_an_axis_named_twice():
         assert str(error.value) == "the group (attn_tp, attn_tp) names an axis twice"
 
 
+@pytest.mark.parametrize("group", [{"attn_dp", "attn_tp"}, frozenset(BOTH), 3, None, (1,), (("attn_dp", "attn_tp"),)])
+def test_a_group_that_is_no_axes_in_an_order_of_their_own(group):
+    """The order of a set is another in every process, and with it the order of the ranks."""
+    for call in (VERBS["all_gather"][1], VERBS["all_to_all"][1], jaxcoll.states):
+        with pytest.raises(TypeError) as error:
+            trace(lambda x, call=call: call(x, group))
+        words = f"a group is an axis name or a tuple of axis names in rank order, not {group!r}"
+        assert str(error.value) == words
+
+
 def test_one_device_is_checked_like_many():
     """A size-1 axis is in the types, so a wrong program is refused before it meets a second device."""
     mesh = Topology(1, 1).mesh

@@ -132,6 +132,19 @@ def test_a_wrong_number_of_arguments_or_specs():
         compile_step(total, TOPOLOGY, (ROWS, ROWS), in_specs=(P(BOTH),), out_specs=P("attn_dp"))
 
 
+def test_one_spec_may_stand_for_every_argument():
+    _, x = arguments()
+    step = compile_step(lambda a, b: total(a - b), TOPOLOGY, (ROWS, ROWS), in_specs=P(BOTH), out_specs=P("attn_dp"))
+    np.testing.assert_array_equal(step(3 * x, x), 2 * expected(x))
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="step has 2 arguments and 1 in_specs; each needs one of its own"):
+        compile_step(total, TOPOLOGY, (ROWS, ROWS), in_specs=(P(BOTH),), out_specs=P("attn_dp"))
+    with pytest.raises(TypeError, match="a step takes arrays or jax.ShapeDtypeStructs, not 2.5"):
+        compile_step(lambda x, f: x * f, TOPOLOGY, (ROWS, 2.5), in_specs=(P(BOTH), P()), out_specs=P(BOTH))
+
+
 def test_donated_arguments_are_given_up_and_others_are_kept():
     step = compiled(donate_argnums=(0,))
     cache, x = arguments(cache_sum=1.0)

@@ -172,6 +172,26 @@ def test_a_size_that_is_no_positive_whole_number(name, size):
     assert str(error.value) == f"{name} must be a whole number of at least 1, not {size!r}"
 
 
+def test_numpys_whole_numbers_are_sizes():
+    topology = Topology(np.int64(2), np.int32(2), np.uint8(2), hosts=np.int64(2))  # pyright: ignore[reportArgumentType]
+    assert topology == Topology(2, 2, 2, hosts=2) and topology.axes == {"attn_dp": 2, "attn_tp": 2}
+    assert {type(size) for size in (topology.attn_dp, topology.moe_ep, topology.hosts, topology.world)} == {int}
+
+
+@pytest.mark.parametrize("hosts", [0, -1, True, 2.0, "2", [1]])
+def test_hosts_that_are_no_positive_whole_number(hosts):
+    with pytest.raises(TopologyError) as error:
+        Topology(2, 2, hosts=hosts)
+    assert str(error.value) == f"hosts must be a whole number of at least 1, not {hosts!r}"
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, "2", None])
+def test_sizes_are_refused_before_devices_are_asked_for(size):
+    with pytest.raises(TopologyError) as error:
+        Topology.here(size, 2)
+    assert str(error.value) == f"attn_dp must be a whole number of at least 1, not {size!r}"
+
+
 def test_none_is_a_size_for_moe_ep_only():
     assert Topology(2, 3, None).moe_ep == 6
     with pytest.raises(TopologyError, match="attn_dp must be a whole number of at least 1, not None"):

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxcoll
 from jaxcoll import Topology
-from jaxcoll.audit import COLLECTIVES
+from jaxcoll.primitives import COLLECTIVES
 
 TOPOLOGY = Topology(4, 2)
 BOTH = ("attn_dp", "attn_tp")
