@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoll.routing import named_experts
+
 Array = jax.Array
 
 
@@ -124,14 +126,17 @@ def to_physical(topk_ids: Array, placement: Placement, first_row: Array | int = 
 
     Returns:
         [T, K] int32 physical ids, -1 for nobody.
+
+    Raises:
+        ValueError: the ids are no [T, K] integers.
     """
-    real = (topk_ids >= 0) & (topk_ids < placement.num_logical)
+    ids = named_experts(topk_ids, placement.num_logical)
     if placement.is_identity:
-        return jnp.where(real, topk_ids, -1).astype(jnp.int32)
-    logical = jnp.where(real, topk_ids, 0)
+        return ids
+    logical = jnp.maximum(ids, 0)
     replicas, copies = jnp.asarray(placement.replicas()), jnp.asarray(placement.copies(), jnp.int32)
     row = first_row + jnp.arange(topk_ids.shape[0], dtype=jnp.int32)[:, None]
-    return jnp.where(real, replicas[logical, row % copies[logical]], -1)
+    return jnp.where(ids >= 0, replicas[logical, row % copies[logical]], -1)
 
 
 def _checked_load(load: Sequence[float] | None, num_experts: int) -> np.ndarray:
