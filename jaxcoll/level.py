@@ -172,7 +172,9 @@ def go_home(y: Array, handle: LevelHandle) -> Array:
 
 def add_up(home: Array, handle: LevelHandle, dtype: Any, kernels: Kernels | None, *, interpret: bool = False) -> Array:
     """[S, D] -> [T, D] in `dtype`: the float32 sum of each row's results, weighted here in low latency."""
-    return combine_rows(home.astype(dtype), handle.slots, handle.weights, kernels=kernels, interpret=interpret)
+    # As exact as they came home: a float32 wire would be for nothing if bfloat16 rows rounded each addend first.
+    rows = home.astype(jnp.promote_types(home.dtype, dtype))
+    return combine_rows(rows, handle.slots, handle.weights, kernels=kernels, interpret=interpret).astype(dtype)
 
 
 def joined(handles: Sequence[LevelHandle], rows: Sequence[int]) -> LevelHandle:
