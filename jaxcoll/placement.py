@@ -7,6 +7,7 @@ which copy serves it, so that every (row, expert) is computed exactly once. Sour
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -28,7 +29,7 @@ class Placement:
         ranks: ranks of moe_ep.
 
     Raises:
-        ValueError: P is no multiple of `ranks`, an id lies outside 0..E-1, an expert is held nowhere.
+        ValueError: P is no multiple of `ranks`, an id is no whole number in 0..E-1, an expert is held nowhere, E is 0.
     """
 
     physical_to_logical: tuple[int, ...]
@@ -36,7 +37,14 @@ class Placement:
     ranks: int
 
     def __post_init__(self):
-        held = np.asarray(self.physical_to_logical, np.int64)
+        try:
+            ids = tuple(map(operator.index, self.physical_to_logical))  # also of a list or an array
+        except TypeError:
+            raise ValueError(f"a placement names experts by whole numbers, not {self.physical_to_logical}") from None
+        object.__setattr__(self, "physical_to_logical", ids)
+        if self.num_logical < 1:
+            raise ValueError(f"a placement is of at least one expert, not {self.num_logical}")
+        held = np.asarray(ids, np.int64)
         if self.ranks < 1 or len(held) % self.ranks:
             raise ValueError(f"{len(held)} physical experts cannot be cut into {self.ranks} equal parts")
         strange = held[(held < 0) | (held >= self.num_logical)]
