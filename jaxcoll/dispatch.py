@@ -1,7 +1,8 @@
 """Rows to the ranks that own their experts, and the experts' results back: dispatch() and combine() over moe_ep.
 
 It moves rows; it computes no expert. Every buffer has a proven bound, so no row is ever dropped. Each verb also comes
-in two phases, so that independent work can be written, and scheduled, between sending and using what arrives.
+in two phases, so that independent work can lie between sending and using what arrives. Differentiable by rows and
+weights where moe_tp is () and the wire not fp8; elsewhere jax raises NotImplementedError.
 Source: communication semantics, section 5; DeepEP's `dispatch`, `combine` and their low-latency forms.
 """
 
@@ -30,10 +31,10 @@ from jaxcoll.level import (
     local_expert_counts,
     routing_of,
 )
-from jaxcoll.ragged import Transport, retyped_as_shard, transport_for
-from jaxcoll.routing import RoutePlan, experts_per_rank, merge_repeats
-from jaxcoll.states import Group, State, group_size, require
-from jaxcoll.topology import Topology
+from jaxcoll.ragged import Transport, require_complete_elsewhere, retyped_as_shard, transport_for
+from jaxcoll.routing import RoutePlan, experts_per_rank, merge_repeats, named_experts
+from jaxcoll.states import Group, State, as_group, group_size, require
+from jaxcoll.topology import Topology, host_axes
 from jaxcoll.wire import Encoded, Wire, WireChoice, home_dtype, pack, resolve, unpack
 from pallas_kernels.choice import Kernels
 from pallas_kernels.moe_dispatch import dispatch_rows
@@ -61,8 +62,8 @@ class DispatchSpec:
         scale_kind: of fp8: "float32" or "power_of_two".
         kernels: what packs and adds up rows: "pallas", "xla", or None for what the device and the shapes allow.
         interpret: Pallas kernels are interpreted, which works on one device only.
-        small_pair: rows of the block, from one rank to another, that the dense transport tries before the proven
-            bound; None chooses it from the shapes.
+        small_pair: rows (at least 1) of the block, from one rank to another, that the dense transport tries before the
+            proven bound; None chooses it from the shapes.
         chosen_from: experts that rows choose from, where `num_experts` are only some of them (a wave); it sizes
             small_pair. None is all.
     """
@@ -81,6 +82,8 @@ class DispatchSpec:
     chosen_from: int | None = None
 
     def __post_init__(self):
+        for name in ("moe_ep", "moe_tp", "hosts"):
+            object.__setattr__(self, name, as_group(getattr(self, name)))
         choices = {"mode": Mode, "transport": Transport, "wire": WireChoice, "scale_kind": ScaleKind}
         choices |= {"kernels": Kernels} if self.kernels else {}
         for name, allowed in choices.items():
@@ -90,6 +93,9 @@ class DispatchSpec:
             raise ValueError(f"moe_ep {self.moe_ep} and moe_tp {self.moe_tp} share an axis")
         if self.hosts and (self.hosts != self.moe_ep[: len(self.hosts)] or self.hosts == self.moe_ep):
             raise ValueError(f"hosts must be leading axes of moe_ep={self.moe_ep}, but not all, not {self.hosts}")
+        for name, least in (("small_pair", 1), ("chosen_from", self.num_experts)):
+            if (given := getattr(self, name)) is not None and given < least:
+                raise ValueError(f"{name} must be at least {least}, not {given}")
 
     @classmethod
     def of(
@@ -214,17 +220,6 @@ class Combining:
     handle: Handle
 
 
-def host_axes(topology: Topology) -> tuple[Group, str]:
-    """The leading axes of moe_ep that tell its devices' hosts apart, or (); with the reason in one sentence."""
-    ep, hosts = topology.group("moe_ep"), topology.hosts
-    if hosts == 1:
-        return (), "all devices belong to one host, or their hosts hold no equal blocks of ranks"
-    for cut in range(1, len(ep)):
-        if topology.size(ep[:cut]) == hosts:
-            return ep[:cut], f"({', '.join(ep[:cut])}) tells {hosts} hosts apart"
-    return (), f"no leading axes of ({', '.join(ep)}) tell the {hosts} hosts apart"
-
-
 def dispatch(
     x: Array, topk_ids: Array, topk_weights: Array, spec: DispatchSpec, *, count: Array | None = None
 ) -> tuple[Received | ReceivedPerExpert, Handle]:
@@ -244,9 +239,9 @@ def dispatch(
         another host), 8*K more in normal mode for ids and weights, and the counts.
 
     Raises:
-        StateError: an argument is not SHARD over moe_ep and moe_tp.
-        ValueError: shapes that do not fit, fp8 where 128 does not divide D, experts that moe_ep does not divide, no
-            rows, or row numbers that would pass 2^31 - 1.
+        StateError: an argument is not SHARD over moe_ep and moe_tp, or is PARTIAL over other axes.
+        ValueError: shapes that do not fit, a count that is no integer scalar, fp8 where 128 does not divide D, experts
+            that moe_ep does not divide, no rows, or row numbers that would pass 2^31 - 1.
     """
     return dispatch_finish(dispatch_start(x, topk_ids, topk_weights, spec, count=count))
 
@@ -269,10 +264,7 @@ def rows_of_moe_tp(
         moe_tp; SHARD over moe_ep, REPLICA over moe_tp.
     """
     _check_rows(x, topk_ids, topk_weights, spec)
-    real = (topk_ids >= 0) & (topk_ids < spec.num_experts)
-    if count is not None:
-        real &= jnp.arange(x.shape[0])[:, None] < count
-    ids, weights = merge_repeats(jnp.where(real, topk_ids, -1), topk_weights)
+    ids, weights = merge_repeats(named_experts(topk_ids, spec.num_experts, count), topk_weights)
     x, ids, weights = (all_gather(a, spec.moe_tp, 0) for a in (x, ids, weights))
     return x, ids, weights
 
@@ -289,6 +281,7 @@ def dispatch_finish(sent: Dispatching) -> tuple[Received | ReceivedPerExpert, Ha
 
     With two levels rows go on inside the host here, so that work between the phases covers the links between hosts.
     """
+    _require_phase(sent, Dispatching, "dispatch_finish", "dispatch_start")
     handle, arrived, levels = sent.handle, sent.arrived, sent.handle.spec.levels()
     level = levels[-1]
     if len(levels) == 2:
@@ -341,6 +334,7 @@ def combine(y: Array, handle: Handle) -> Array:
 
     Raises:
         StateError: `y` is in another state; a complete value would be counted once per rank of moe_tp.
+        TypeError: a phase is handed what another one made.
         ValueError: `y` has another shape than what was received.
     """
     return combine_finish(combine_start(y, handle))
@@ -348,11 +342,13 @@ def combine(y: Array, handle: Handle) -> Array:
 
 def combine_start(y: Array, handle: Handle) -> Combining:
     """The first phase of `combine`: results are sent home. Arguments and errors are those of it."""
+    _require_phase(handle, Handle, "combine", "dispatch or dispatch_finish")
     spec = handle.spec
     if y.shape != handle.y_shape:
         raise ValueError(f"combine takes results as the rows were received, {handle.y_shape}, not {y.shape}")
     require(y, spec.moe_ep, State.SHARD, "combine (over moe_ep)")
     require(y, spec.moe_tp, State.PARTIAL, "combine (over moe_tp)")
+    require_complete_elsewhere(y, spec.moe_ep + spec.moe_tp, "combine")
     if spec.moe_tp:
         y = retyped_as_shard(y, spec.moe_tp)
     y = y.reshape(-1, y.shape[-1]).astype(home_dtype(handle.wire))
@@ -367,6 +363,8 @@ def combine_finish(first: Combining, *more: Combining) -> Array:
     Several: dispatches of the same rows to different experts (waves). Their results are added up as if they had
     travelled together, in one float32 sum that is rounded once.
     """
+    for part in (first, *more):
+        _require_phase(part, Combining, "combine_finish", "combine_start")
     handle, spec, sent = first.handle, first.handle.spec, (first, *more)
     whole = joined([s.handle.levels[0] for s in sent], [len(s.home) for s in sent])
     home = jnp.concatenate([s.home for s in sent]) if more else first.home
@@ -389,10 +387,14 @@ def _pack_again(rows: Encoded, spec: DispatchSpec, plan: RoutePlan) -> Encoded:
 def _check_rows(x: Array, topk_ids: Array, topk_weights: Array, spec: DispatchSpec) -> None:
     for name, value in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         require(value, spec.moe_ep + spec.moe_tp, State.SHARD, f"dispatch ({name})")
+        require_complete_elsewhere(value, spec.moe_ep + spec.moe_tp, f"dispatch ({name})")
     shapes = f"x {list(x.shape)}, topk_ids {list(topk_ids.shape)}, topk_weights {list(topk_weights.shape)}"
     if x.ndim != 2 or topk_ids.ndim != 2 or topk_ids.shape[0] != x.shape[0] or topk_ids.shape != topk_weights.shape:
         raise ValueError(f"dispatch takes x [T, D], topk_ids [T, K] and topk_weights [T, K], not {shapes}")
     if not topk_ids.size or not x.size:
         raise ValueError(f"dispatch needs rows and choices ({shapes}); a rank without rows holds padding with id -1")
-    if not jnp.issubdtype(topk_ids.dtype, jnp.integer):
-        raise ValueError(f"topk_ids are expert numbers, not {topk_ids.dtype}")
+
+
+def _require_phase(found: Any, needed: type, verb: str, before: str) -> None:
+    if not isinstance(found, needed):
+        raise TypeError(f"{verb} takes the {needed.__name__} of {before}, not a {type(found).__name__}")

@@ -103,11 +103,13 @@ class Arrived:
     Attributes:
         values: [N, D] the wire's type.
         side: [N, W] int32 or None: per row, if they travelled, K expert ids, the bits of K weights, the bits of scales.
+        weights: [N, K] float32 or None: the weights in `side`, differentiable by those that were sent.
         choices: K if ids and weights are in `side`, else 0.
     """
 
     values: Array
     side: Array | None
+    weights: Array | None
     choices: int = dataclasses.field(metadata=_STATIC)
 
     def encoded(self) -> Encoded:
@@ -140,8 +142,11 @@ def depart(
         beside.append(_bits(rows.scales))
     sides = [jnp.concatenate(beside, axis=1)] if beside else []
     values, *side = send(exchange, rows.values, *sides)
-    arrived = Arrived(values, side[0] if side else None, ids.shape[1] if normal else 0)
-    return arrived, LevelHandle(plan.slots, None if normal else weights, exchange)
+    if not normal:
+        return Arrived(values, side[0] if side else None, None, 0), LevelHandle(plan.slots, weights, exchange)
+    k = ids.shape[1]
+    landed = _landed_weights(take_rows(weights, plan.rows), side[0][:, k : 2 * k], exchange)
+    return Arrived(values, side[0], landed, k), LevelHandle(plan.slots, None, exchange)
 
 
 def routing_of(level: Level, arrived: Arrived, handle: LevelHandle) -> tuple[Array, Array]:
@@ -151,13 +156,12 @@ def routing_of(level: Level, arrived: Arrived, handle: LevelHandle) -> tuple[Arr
         ids: [N, K] int32 in 0..L-1, -1 where the choice is not local and in rows past the counts.
         weights: [N, K] float32, 0 where the id is -1.
     """
-    assert arrived.side is not None
-    k = arrived.choices
+    assert arrived.side is not None and arrived.weights is not None
     rank = lax.axis_index(level.group) if level.group else 0
-    local = arrived.side[:, :k] - rank * level.experts
+    local = arrived.side[:, : arrived.choices] - rank * level.experts
     real = jnp.arange(arrived.values.shape[0]) < jnp.sum(handle.exchange.plan.recv_counts)
     mine = real[:, None] & (local >= 0) & (local < level.experts)
-    return jnp.where(mine, local, -1), jnp.where(mine, _floats(arrived.side[:, k : 2 * k]), 0)
+    return jnp.where(mine, local, -1), jnp.where(mine, arrived.weights, 0)
 
 
 def go_home(y: Array, handle: LevelHandle) -> Array:
@@ -168,7 +172,9 @@ def go_home(y: Array, handle: LevelHandle) -> Array:
 
 def add_up(home: Array, handle: LevelHandle, dtype: Any, kernels: Kernels | None, *, interpret: bool = False) -> Array:
     """[S, D] -> [T, D] in `dtype`: the float32 sum of each row's results, weighted here in low latency."""
-    return combine_rows(home.astype(dtype), handle.slots, handle.weights, kernels=kernels, interpret=interpret)
+    # As exact as they came home: a float32 wire would be for nothing if bfloat16 rows rounded each addend first.
+    rows = home.astype(jnp.promote_types(home.dtype, dtype))
+    return combine_rows(rows, handle.slots, handle.weights, kernels=kernels, interpret=interpret).astype(dtype)
 
 
 def joined(handles: Sequence[LevelHandle], rows: Sequence[int]) -> LevelHandle:
@@ -188,6 +194,27 @@ def local_expert_counts(level: Level, ids: Array | None, handle: LevelHandle) ->
     if ids is not None:
         return tokens_per_expert(ids, level.experts)
     return jnp.sum(handle.exchange.plan.recv_counts.reshape(level.ranks, -1), axis=0)
+
+
+@jax.custom_vjp
+def _landed_weights(sent: Array, bits: Array, exchange: Exchange) -> Array:
+    """[S, K] float32 in packed order, and their bits as they landed -> [N, K] float32 as landed.
+
+    Bits have no derivative, and without this rule the weights' would silently be zero: it goes home as results do.
+    """
+    del sent, exchange
+    return _floats(bits)
+
+
+def _landed_weights_forward(sent: Array, bits: Array, exchange: Exchange) -> tuple[Array, Exchange]:
+    return _landed_weights(sent, bits, exchange), exchange
+
+
+def _landed_weights_backward(exchange: Exchange, gradient: Array) -> tuple[Array, None, None]:
+    return send_home(exchange, gradient)[0], None, None
+
+
+_landed_weights.defvjp(_landed_weights_forward, _landed_weights_backward)
 
 
 def _bits(x: Array) -> Array:

@@ -7,11 +7,14 @@ which copy serves it, so that every (row, expert) is computed exactly once. Sour
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxcoll.routing import named_experts
 
 Array = jax.Array
 
@@ -26,7 +29,7 @@ class Placement:
         ranks: ranks of moe_ep.
 
     Raises:
-        ValueError: P is no multiple of `ranks`, an id lies outside 0..E-1, an expert is held nowhere.
+        ValueError: P is no multiple of `ranks`, an id is no whole number in 0..E-1, an expert is held nowhere, E is 0.
     """
 
     physical_to_logical: tuple[int, ...]
@@ -34,7 +37,14 @@ class Placement:
     ranks: int
 
     def __post_init__(self):
-        held = np.asarray(self.physical_to_logical, np.int64)
+        try:
+            ids = tuple(map(operator.index, self.physical_to_logical))  # also of a list or an array
+        except TypeError:
+            raise ValueError(f"a placement names experts by whole numbers, not {self.physical_to_logical}") from None
+        object.__setattr__(self, "physical_to_logical", ids)
+        if self.num_logical < 1:
+            raise ValueError(f"a placement is of at least one expert, not {self.num_logical}")
+        held = np.asarray(ids, np.int64)
         if self.ranks < 1 or len(held) % self.ranks:
             raise ValueError(f"{len(held)} physical experts cannot be cut into {self.ranks} equal parts")
         strange = held[(held < 0) | (held >= self.num_logical)]
@@ -124,14 +134,17 @@ def to_physical(topk_ids: Array, placement: Placement, first_row: Array | int = 
 
     Returns:
         [T, K] int32 physical ids, -1 for nobody.
+
+    Raises:
+        ValueError: the ids are no [T, K] integers.
     """
-    real = (topk_ids >= 0) & (topk_ids < placement.num_logical)
+    ids = named_experts(topk_ids, placement.num_logical)
     if placement.is_identity:
-        return jnp.where(real, topk_ids, -1).astype(jnp.int32)
-    logical = jnp.where(real, topk_ids, 0)
+        return ids
+    logical = jnp.maximum(ids, 0)
     replicas, copies = jnp.asarray(placement.replicas()), jnp.asarray(placement.copies(), jnp.int32)
     row = first_row + jnp.arange(topk_ids.shape[0], dtype=jnp.int32)[:, None]
-    return jnp.where(real, replicas[logical, row % copies[logical]], -1)
+    return jnp.where(ids >= 0, replicas[logical, row % copies[logical]], -1)
 
 
 def _checked_load(load: Sequence[float] | None, num_experts: int) -> np.ndarray:

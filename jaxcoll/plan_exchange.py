@@ -8,12 +8,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from jaxcoll.dispatch import host_axes
 from jaxcoll.hand_over import Alternative, HandOver, PlanError
 from jaxcoll.level import Mode
 from jaxcoll.settings import Settings
 from jaxcoll.states import Group
-from jaxcoll.topology import Topology
+from jaxcoll.topology import Topology, host_axes
 from jaxcoll.wire import WireChoice
 
 Overlap = Literal["none", "shared_expert", "two_batch", "waves"]

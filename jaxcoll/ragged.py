@@ -187,6 +187,16 @@ def all_to_all_v(
     return Received(rows, recv_counts, asked.sum() - sent.sum())
 
 
+def require_complete_elsewhere(x: Array, axes: tuple[str, ...], verb: str) -> None:
+    """Raises StateError where `x` is PARTIAL over an axis outside `axes`: the moves here would drop that mark."""
+    rest = sorted(jax.typeof(x).mat.unreduced - set(axes))
+    if rest:
+        raise StateError(
+            f"{verb} over ({', '.join(axes)}) moves rows, but this {jax.typeof(x).str_short()} is PARTIAL over "
+            f"({', '.join(rest)}); complete it there first"
+        )
+
+
 def place_rows(x: Array, start: Array, count: Array, group: Group, *, total: int) -> Array:
     """Puts this rank's rows where they belong among all; their sum over the ranks is then the buffer of all rows.
 
@@ -243,16 +253,7 @@ def _require_rows(x: Array, axes: tuple[str, ...], needed: State, verb: str, tra
     require(x, axes, needed, verb)
     if transport not in get_args(Transport):
         raise ValueError(f"unknown transport {transport!r}; allowed are {', '.join(get_args(Transport))}")
-    _complete_elsewhere(x, axes, verb)
-
-
-def _complete_elsewhere(x: Array, axes: tuple[str, ...], verb: str) -> None:
-    rest = sorted(jax.typeof(x).mat.unreduced - set(axes))
-    if rest:
-        raise StateError(
-            f"{verb} over ({', '.join(axes)}) moves rows, but this {jax.typeof(x).str_short()} is PARTIAL over "
-            f"({', '.join(rest)}); complete it there first"
-        )
+    require_complete_elsewhere(x, axes, verb)
 
 
 def _counts_are_replicas(counts: Array, axes: tuple[str, ...], n: int, verb: str) -> None:

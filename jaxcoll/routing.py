@@ -90,10 +90,38 @@ def merge_repeats(topk_ids: Array, topk_weights: Array) -> tuple[Array, Array]:
     Returns:
         ids: [T, K] int32, -1 for nobody and at later mentions.
         weights: [T, K] float32, 0 where the id is -1.
+
+    Raises:
+        ValueError: the ids are no [T, K] integers.
     """
-    same, first = _mentions(topk_ids, topk_ids >= 0)
+    ids = named_experts(topk_ids, MAX_ROWS)
+    same, first = _mentions(ids, ids >= 0)
     weights = jnp.sum(jnp.where(same, topk_weights[:, None, :].astype(jnp.float32), 0), axis=2)
-    return jnp.where(first, topk_ids, -1).astype(jnp.int32), jnp.where(first, weights, 0)
+    return jnp.where(first, ids, -1), jnp.where(first, weights, 0)
+
+
+def named_experts(topk_ids: Array, num_experts: int, count: Array | int | None = None) -> Array:
+    """[T, K] int32: the ids 0..E-1; -1 for every other id, and in rows from `count` on.
+
+    Args:
+        topk_ids: [T, K] integers of any width.
+        num_experts: E.
+        count: integer scalar; rows from it on are padding. Default: all rows are real.
+
+    Raises:
+        ValueError: the ids are no [T, K] integers, or the count is no integer scalar.
+    """
+    if topk_ids.ndim != 2 or not jnp.issubdtype(topk_ids.dtype, jnp.integer):
+        raise ValueError(f"topk_ids are expert numbers, not {topk_ids.dtype}{list(topk_ids.shape)}: integers [T, K]")
+    # Compared in their own type where E fits it and as int32 where it may not: an int8 would wrap E = 256 to 0, an
+    # int32 would wrap an int64 into range, and no unsigned type holds -1.
+    wide = topk_ids if jnp.iinfo(topk_ids.dtype).bits >= 32 else topk_ids.astype(jnp.int32)
+    real = (wide >= 0) & (wide < num_experts)
+    if count is not None:
+        if jnp.ndim(count) or not jnp.issubdtype(jnp.result_type(count), jnp.integer):
+            raise ValueError(f"count must be one integer, not {jnp.result_type(count)}{list(jnp.shape(count))}")
+        real &= jnp.arange(len(topk_ids))[:, None] < count
+    return jnp.where(real, wide.astype(jnp.int32), -1)
 
 
 def plan_routes(
@@ -112,23 +140,22 @@ def plan_routes(
         num_experts: E, a multiple of num_ranks.
         num_ranks: R.
         unit: what a copy is for: "rank" or "expert".
-        count: scalar; rows from it on are padding, whatever ids they hold. Default: all rows are real.
+        count: integer scalar; rows from it on are padding, whatever ids they hold. Default: all rows are real.
         capacity: rows that `overflow` is counted against; default T, which every block fits.
 
     Raises:
-        ValueError: an unknown unit, experts that R does not divide, or row numbers that pass 2^31 - 1.
+        ValueError: an unknown unit, ids that are no [T, K] integers, a count that is no integer scalar, experts that
+            R does not divide, or row numbers that pass 2^31 - 1.
     """
     if unit not in get_args(Unit):
         raise ValueError(f"unknown unit {unit!r}; allowed are {', '.join(get_args(Unit))}")
-    rows, k = topk_ids.shape
+    ids = named_experts(topk_ids, num_experts, count)
+    rows, k = ids.shape
     experts_per_rank(num_experts, num_ranks)
     blocks = num_ranks if unit == "rank" else num_experts
     check_row_numbers("plan_routes", {"T": rows, "min(K, blocks)": min(k, blocks)})
-    real = (topk_ids >= 0) & (topk_ids < num_experts)
-    if count is not None:
-        real &= jnp.arange(rows)[:, None] < count
-    _, first = _mentions(topk_ids, real)
-    expert_ids = jnp.where(first, topk_ids, -1).astype(jnp.int32)
+    _, first = _mentions(ids, ids >= 0)
+    expert_ids = jnp.where(first, ids, -1)
     return _planned(expert_ids, num_experts, num_ranks, unit, rows if capacity is None else capacity)
 
 
@@ -156,17 +183,17 @@ def plan_exchange(counts: Array, rank: Array | int, *, slab_rows: int) -> Exchan
 def tokens_per_expert(expert_ids: Array, num_experts: int) -> Array:
     """[E] int32: how often each expert is named in `expert_ids` (any shape; ids outside 0..E-1 count for nobody)."""
     # `bincount` would count -1 as expert 0.
-    counts = jnp.zeros(num_experts, jnp.int32)
-    return counts.at[expert_ids.reshape(-1)].add(1, mode="drop", wrap_negative_indices=False)
+    ids = named_experts(expert_ids.reshape(-1, 1), num_experts)
+    return jnp.zeros(num_experts, jnp.int32).at[ids].add(1, mode="drop", wrap_negative_indices=False)
 
 
 def experts_per_rank(num_experts: int, num_ranks: int) -> int:
     """L = E / R.
 
     Raises:
-        ValueError: R does not divide E.
+        ValueError: R does not divide E, or one of them is below 1.
     """
-    if num_experts < 1 or num_experts % num_ranks:
+    if num_experts < 1 or num_ranks < 1 or num_experts % num_ranks:
         raise ValueError(
             f"{num_experts} experts cannot be cut into {num_ranks} equal parts; redundant copies of experts (a "
             "placement) can fill the gap"

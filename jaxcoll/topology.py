@@ -208,6 +208,17 @@ def _size(name: str, size: Any) -> int:
     return whole
 
 
+def host_axes(topology: Topology) -> tuple[Group, str]:
+    """The leading axes of moe_ep that tell its devices' hosts apart, or (); with the reason in one sentence."""
+    ep, hosts = topology.group("moe_ep"), topology.hosts
+    if hosts == 1:
+        return (), "all devices belong to one host, or their hosts hold no equal blocks of ranks"
+    for cut in range(1, len(ep)):
+        if topology.size(ep[:cut]) == hosts:
+            return ep[:cut], f"({', '.join(ep[:cut])}) tells {hosts} hosts apart"
+    return (), f"no leading axes of ({', '.join(ep)}) tell the {hosts} hosts apart"
+
+
 def _hosts_of(devices: Sequence[Any] | None) -> int:
     """Hosts that hold equal blocks of consecutive devices; 1 where they do not."""
     owners = [getattr(device, "process_index", 0) for device in devices or ()]

@@ -33,10 +33,12 @@ def check_table(name: str, table: jax.Array, dtype: Any, shape: tuple[int, int] 
 
 
 def over_the_same_axes(*arrays: jax.Array) -> list[jax.Array]:
-    """The arrays, each made to vary over every mesh axis that one of them varies over; outside shard_map unchanged.
+    """The arrays, also NumPy's, each made to vary over every mesh axis that one of them varies over.
 
+    Outside shard_map nothing varies, and they stay as they are.
     The way back of that cast sums the gradient over those axes, so it is done outside our own gradients.
     """
+    arrays = tuple(map(jnp.asarray, arrays))
     axes = frozenset[Any]().union(*(jax.typeof(array).mat.varying for array in arrays))
     missing = [tuple(axes - jax.typeof(array).mat.varying) for array in arrays]
     return [lax.pcast(a, more, to="varying") if more else a for a, more in zip(arrays, missing, strict=True)]

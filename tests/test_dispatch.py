@@ -275,6 +275,8 @@ def test_hosts_are_found_by_their_processes():
         ({"hosts": TP}, "hosts must be leading axes of moe_ep"),
         ({"hosts": BOTH}, "hosts must be leading axes of moe_ep=.*, but not all"),
         ({"moe_tp": TP}, "share an axis"),
+        ({"small_pair": 0}, "small_pair must be at least 1, not 0"),
+        ({"chosen_from": 4}, "chosen_from must be at least 8, not 4"),
     ],
 )
 def test_unknown_choices_are_refused(choices, words):
@@ -304,6 +306,40 @@ def test_bad_arguments_are_refused_before_anything_runs():
         refused(lambda x, i, w: dispatch(x, i, w, DispatchSpec(4, BOTH, wire="fp8"))[0].x, width=96)
     with pytest.raises(ValueError, match=r"as the rows were received, \(10, 4\), not \(5, 4\)"):
         refused(lambda x, i, w: combine(x, dispatch(x, i, w, spec)[1]))
+
+
+@pytest.mark.parametrize("transport", ["dense", "ragged"])
+def test_a_partial_sum_over_another_axis_is_refused(transport):
+    """A mesh axis that the spec does not name: a move would drop the mark, and the sum would never be made."""
+    topology, mine = Topology(2, 2), P("attn_dp")
+    spec = DispatchSpec(4, DP, transport=transport)
+    shapes = [shape(2 * ROWS, WIDTH), shape(2 * ROWS, K, dtype="int32"), shape(2 * ROWS, K)]
+
+    def addend(x):
+        return declare_partial(lax.pcast(x, TP, to="varying"), TP)
+
+    def result(x, ids, weights):
+        received, handle = dispatch(x, ids, weights, spec)
+        return combine(addend(received.x), handle)
+
+    with pytest.raises(StateError, match=r"combine over \(attn_dp\) moves rows, but .* is PARTIAL over \(attn_tp\)"):
+        step(topology, result, shapes, [mine] * 3, mine)
+    with pytest.raises(StateError, match=r"dispatch \(topk_weights\) .* is PARTIAL over \(attn_tp\); complete it"):
+        step(topology, lambda x, i, w: dispatch(x, i, addend(w), spec)[0].x, shapes, [mine] * 3, mine)
+
+
+def test_phases_take_what_the_phase_before_made():
+    spec = DispatchSpec(4, BOTH)
+    with pytest.raises(TypeError, match="combine takes the Handle of dispatch or dispatch_finish, not a Dispatching"):
+        refused(lambda x, i, w: combine(x, dispatch_start(x, i, w, spec)))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="dispatch_finish takes the Dispatching of dispatch_start, not a tuple"):
+        refused(lambda x, i, w: dispatch_finish(dispatch(x, i, w, spec)))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="combine_finish takes the Combining of combine_start, not a Handle"):
+        refused(lambda x, i, w: combine_finish(dispatch(x, i, w, spec)[1]))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_group_may_be_an_axis_name():
+    assert DispatchSpec(4, "attn_dp") == DispatchSpec(4, DP)  # pyright: ignore[reportArgumentType]
 
 
 def test_a_result_in_another_state_is_refused():

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from interpreted import run_apart, run_here
 
+from pallas_kernels.moe_combine import combine_rows
 from pallas_kernels.moe_dispatch import ScaleKind, dispatch_rows, dispatch_rows_fp8, kernel
 from pallas_kernels.moe_dispatch.quantize import group_scales
 
@@ -234,7 +235,9 @@ def test_nothing_to_send_is_zeros_without_a_kernel(how, tokens, fanout, slots):
         ({"slots": np.zeros((2, 2), np.float32)}, r"slots must be int32\[rows, fanout\], not float32\[2, 2\]"),
         ({"slots": np.zeros(2, np.int32)}, r"slots must be int32\[rows, fanout\], not int32\[2\]"),
         ({"slots": np.zeros((3, 2), np.int32)}, "slots has 3 rows, but x has 2"),
-        ({"num_slots": -1}, "num_slots must not be negative, but is -1"),
+        ({"num_slots": -1}, r"num_slots must be a whole number from 0 to 2\^31 - 1, but is -1"),
+        ({"num_slots": 2**31}, "num_slots must be a whole number .* but is 2147483648"),
+        ({"num_slots": 2.5}, "num_slots must be a whole number .* but is 2.5"),
         ({"kernels": "triton"}, "kernels must be 'xla', 'pallas' or None, not 'triton'"),
         ({"scale_kind": "e8m0"}, "scale_kind must be one of float32, power_of_two, not 'e8m0'"),
         ({"x": np.zeros((2, 192), np.float32)}, "a scale covers 128 channels, which does not divide the 192 of x"),
@@ -253,6 +256,12 @@ def test_wrong_arguments_are_refused(change, message):
     }
     with pytest.raises(ValueError, match=message):
         dispatch_rows_fp8(**changed)
+
+
+def test_numpy_arrays_are_taken_too():
+    rows, table = np.arange(512, dtype=np.float32).reshape(2, 256), np.array([[1], [0]], np.int32)
+    np.testing.assert_array_equal(dispatch_rows(rows, table, 2), rows[::-1])  # pyright: ignore[reportArgumentType]
+    np.testing.assert_array_equal(combine_rows(rows, table, None), rows[::-1])  # pyright: ignore[reportArgumentType]
 
 
 def test_partial_sums_are_refused():

@@ -54,10 +54,21 @@ def test_a_map_with_a_hole_is_refused():
         Placement((0, 1, 2, 4), 4, 2)
     with pytest.raises(ValueError, match="3 physical experts cannot be cut into 2 equal parts"):
         Placement((0, 1, 2), 3, 2)
+    with pytest.raises(ValueError, match=r"names experts by whole numbers, not \(0.5, 1\)"):
+        Placement((0.5, 1), 2, 1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="a placement is of at least one expert, not 0"):
+        Placement((), 0, 1)
     with pytest.raises(ValueError, match="load must be 3 numbers of at least 0"):
         place_experts(3, 3, load=[1, -1, 2])
     with pytest.raises(ValueError, match="must be at least 1 .* not 0, 2 and 0"):
         place_experts(0, 2)
+
+
+@pytest.mark.parametrize("given", [[0, 1, 2, 3], np.arange(4)])
+def test_a_map_may_be_a_list_or_an_array(given):
+    assert Placement(given, 4, 2) == place_experts(4, 2)
+    assert Placement(given, 4, 2).is_identity
+    assert hash(Placement(given, 4, 2)) == hash(place_experts(4, 2))
 
 
 def test_copies_share_the_rows_and_repeats_stay_together():

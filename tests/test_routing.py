@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxcoll.placement import place_experts, to_physical
 from jaxcoll.routing import (
     check_row_numbers,
     exclusive_sum,
@@ -102,6 +103,46 @@ def test_the_defaults_are_all_rows_and_a_capacity_that_is_a_proof():
         plan = plan_routes(ids, num_experts=8, num_ranks=4, unit=unit)
         assert (plan.overflow, plan.tokens_per_expert[0], plan.send_counts[0]) == (0, 5, 5)
         assert plan_routes(ids, num_experts=8, num_ranks=4, unit=unit, capacity=2).overflow == 3
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "uint32"])
+def test_ids_of_any_width_are_the_same_ids(dtype):
+    """256 experts fit no int8, and no unsigned type has a -1."""
+    ids = np.array([[3, 100, 3], [1, 1, 2]])
+    given, wanted = jnp.asarray(ids, dtype), jnp.asarray(ids, jnp.int32)
+    plans = [plan_routes(i, num_experts=256, num_ranks=4, count=jnp.int32(1)) for i in (given, wanted)]
+    for found, want in zip(*map(jax.tree.leaves, plans), strict=True):
+        assert found.dtype == want.dtype
+        np.testing.assert_array_equal(found, want)
+    assert plans[0].expert_ids.tolist() == [[3, 100, -1], [-1, -1, -1]]
+    merged, summed = merge_repeats(given, jnp.ones((2, 3)))
+    assert merged.tolist() == [[3, 100, -1], [1, -1, 2]] and summed.tolist() == [[2, 1, 0], [2, 0, 1]]
+    for placement in (place_experts(4, 2), place_experts(4, 2, redundant=2)):
+        np.testing.assert_array_equal(to_physical(given, placement), to_physical(wanted, placement))
+    assert to_physical(given, place_experts(4, 2)).tolist() == [[3, -1, 3], [1, 1, 2]]
+
+
+def test_ids_past_32_bits_are_nobody():
+    with jax.enable_x64(True):
+        ids = jnp.array([[3, 2**32 + 3, 2**33]], jnp.int64)
+        assert plan_routes(ids, num_experts=8, num_ranks=4).expert_ids.tolist() == [[3, -1, -1]]
+        assert merge_repeats(ids, jnp.ones((1, 3)))[1].tolist() == [[1, 0, 0]]
+        assert tokens_per_expert(ids, 4).tolist() == [0, 0, 0, 1]
+
+
+def test_ids_and_counts_that_are_none_are_refused():
+    ids = jnp.zeros((2, 2), jnp.int32)
+    plan = functools.partial(plan_routes, num_experts=4, num_ranks=2)
+    with pytest.raises(ValueError, match=r"topk_ids are expert numbers, not float32\[2, 2\]: integers \[T, K\]"):
+        plan(ids.astype(jnp.float32))
+    with pytest.raises(ValueError, match=r"not int32\[2\]: integers \[T, K\]"):
+        plan(ids[0])
+    with pytest.raises(ValueError, match=r"count must be one integer, not int32\[2\]"):
+        plan(ids, count=jnp.array([0, 2]))
+    with pytest.raises(ValueError, match="count must be one integer, not float32"):
+        plan(ids, count=jnp.float32(1.5))
+    with pytest.raises(ValueError, match="8 experts cannot be cut into 0 equal parts"):
+        experts_per_rank(8, 0)
 
 
 def test_repeats_are_merged_with_their_weights_and_nobody_weighs_nothing():

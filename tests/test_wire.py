@@ -3,9 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from stepping import everywhere, shape, step
 
-from jaxcoll.dispatch import DispatchSpec, combine, dispatch
+from jaxcoll.dispatch import DispatchSpec, Received, combine, dispatch
 from jaxcoll.hlo import collectives
 from jaxcoll.step import compile_step
 from jaxcoll.topology import Topology
@@ -55,12 +56,35 @@ def test_the_bound_is_that_of_the_format(kind):
     np.testing.assert_allclose(back[0, :5], [448, 16, -0.25, 2**-7, 0], rtol=1e-6)  # 17 lies between 16 and 18
 
 
-def test_zeros_stay_zeros_and_infinities_do_not_become_numbers():
-    x = jnp.zeros((2, 256)).at[1, 3].set(jnp.inf)
-    for kind in KINDS:
-        encoded = packed_as_is(x, "fp8", kind)
-        assert not np.asarray(unpack(encoded, jnp.float32))[0].any()
-        assert not np.isfinite(np.asarray(unpack(encoded, jnp.float32))[1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strange", [np.inf, -np.inf, np.nan])
+def test_zeros_stay_zeros_and_a_group_with_no_finite_scale_comes_back_as_nan(strange, kind):
+    x = np.zeros((2, 256), np.float32)
+    x[1] = np.linspace(-4, 4, 256)
+    x[1, 3] = strange
+    for dtype in DTYPES:
+        back = np.asarray(unpack(packed_as_is(jnp.asarray(x, dtype), "fp8", kind), jnp.float32))
+        assert not back[0].any()
+        assert np.isnan(back[1, :128]).all() and np.isfinite(back[1, 128:]).all()
+
+
+@pytest.mark.parametrize("mode", ["normal", "low_latency"])
+def test_results_that_come_home_in_float32_are_rounded_once(mode):
+    """bfloat16 rows on a float32 wire: addends that cancel but for what bfloat16 cannot hold of them."""
+    spec = DispatchSpec(8, TOPOLOGY.group("moe_ep"), mode=mode, wire="f32")
+
+    def run(x, ids, weights):
+        received, handle = dispatch(x, ids, weights, spec)
+        weight = jnp.sum(received.topk_weights, 1)[:, None] if isinstance(received, Received) else 1
+        factor = jnp.where(lax.axis_index(spec.moe_ep) == 0, 1 + 2.0**-12, 1)
+        return combine(received.x.astype(jnp.float32) * weight * factor, handle)
+
+    world = everywhere(TOPOLOGY)
+    shapes = [shape(8, 128, dtype="bfloat16"), shape(8, 2, dtype="int32"), shape(8, 2)]
+    x, ids = np.ones((8, 128), jnp.bfloat16), np.tile(np.array([[0, 7]], np.int32), (8, 1))
+    weights = np.tile(np.array([[1, -1]], np.float32), (8, 1))
+    out = step(TOPOLOGY, run, shapes, [world] * 3, world)(x, ids, weights)
+    np.testing.assert_array_equal(np.asarray(out, np.float32), 2.0**-12)
 
 
 def test_scales_of_the_other_kind_are_powers_of_two():

@@ -4,6 +4,7 @@ from typing import get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import gradients
 from pallas_kernels.choice import Device, Kernels, choose_for
@@ -85,5 +86,5 @@ def _check_slots(x: jax.Array, slots: jax.Array, num_slots: int) -> None:
     check_table("slots", slots, jnp.int32)
     if len(slots) != len(x):
         raise ValueError(f"slots has {len(slots)} rows, but x has {len(x)}")
-    if num_slots < 0:
-        raise ValueError(f"num_slots must not be negative, but is {num_slots}")
+    if not isinstance(num_slots, int | np.integer) or not 0 <= num_slots < 2**31:
+        raise ValueError(f"num_slots must be a whole number from 0 to 2^31 - 1, but is {num_slots}")

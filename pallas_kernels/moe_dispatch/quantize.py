@@ -20,6 +20,7 @@ E4M3_MAX = 448.0
 SMALLEST_AMAX = 1e-4
 
 _EXPONENT_BITS, _MANTISSA_MASK, _ONE_BITS = 23, 0x007FFFFF, 0x3F800000
+_NOT_FINITE = 255  # the biased exponent of infinities and NaN
 
 
 def group_scales(amax: jax.Array, scale_kind: ScaleKind) -> tuple[jax.Array, jax.Array]:
@@ -27,16 +28,19 @@ def group_scales(amax: jax.Array, scale_kind: ScaleKind) -> tuple[jax.Array, jax
 
     float32: amax / 448, its inverse good to 2**-20. power_of_two: the smallest power of two that is not below
     amax / 448, its inverse exact. Multiply rows by the inverse; multiply e4m3 values by the scale to get back.
+    Where amax is no finite number the scale is none and the inverse 0 or NaN, so that the whole group comes back NaN.
     """
     scale = jnp.maximum(amax, SMALLEST_AMAX) * (1.0 / E4M3_MAX)
     bits = lax.bitcast_convert_type(scale, jnp.int32)
     exponent = lax.shift_right_logical(bits, _EXPONENT_BITS)
     mantissa = bits & _MANTISSA_MASK
     if scale_kind == "power_of_two":
-        exponent = exponent + jnp.minimum(mantissa, 1)
-        return _power_of_two(exponent), _power_of_two(254 - exponent)
+        exponent = jnp.minimum(exponent + jnp.minimum(mantissa, 1), _NOT_FINITE)
+    inverse = _power_of_two(jnp.maximum(_NOT_FINITE - 1 - exponent, 0))
+    if scale_kind == "power_of_two":
+        return _power_of_two(exponent), inverse
     in_one_to_two = lax.bitcast_convert_type(mantissa | _ONE_BITS, jnp.float32)
-    return scale, _reciprocal(in_one_to_two) * _power_of_two(254 - exponent)
+    return scale, _reciprocal(in_one_to_two) * inverse
 
 
 def quantize(x: jax.Array, inverse_scale: jax.Array) -> jax.Array:
