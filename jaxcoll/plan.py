@@ -122,7 +122,7 @@ def plan_layer(
         facts: what else the padding rule reads.
         room: rows per replica to choose paths and shapes for, each at least its count; a batch that shrinks keeps its
             program by keeping its room. None is the counts.
-        row: what an all-to-all's kernels must know of a row; None leaves that to tracing.
+        row: what an all-to-all's wire format and kernels must know of a row; None leaves that to tracing.
 
     Raises:
         PlanError: a named path is impossible here, or no replica holds a row.
@@ -169,7 +169,7 @@ def _plan_all_to_all(
     row: RowShape | None,
 ) -> LayerPlan:
     """Each row goes to its experts' ranks and home again, where it is added up (communication semantics, section 5)."""
-    exchange, (there, back) = choose_exchange(topology, settings)
+    exchange, (there, back) = choose_exchange(topology, settings, row.width if row else None)
     shared, why_shared = choose_shared_expert(topology, settings, shared_width)
     hand_overs = (
         _attention(topology),
