@@ -190,6 +190,13 @@ TRACE_FAULTS: dict[str, tuple[Change, str]] = {
 }
 
 
+def test_a_trace_of_a_type_that_numpy_lacks(capsys, tmp_path, fixture):
+    header = json.dumps({"logits": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    (fixture / TRACE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    said = refusal(capsys, tmp_path, "verify", fixture, *MESH)
+    assert said == f"{fixture / TRACE_FILE} holds a tensor of type float8_e4m3fn, which NumPy does not have"
+
+
 @pytest.mark.parametrize("fault", TRACE_FAULTS)
 def test_a_wrong_trace(fault, capsys, tmp_path, fixture):
     change, needed = TRACE_FAULTS[fault]
