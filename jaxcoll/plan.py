@@ -17,6 +17,7 @@ from jaxcoll.hand_over import Alternative, HandOver, PlanError
 from jaxcoll.html import table_html
 from jaxcoll.kernels import NO_KERNELS, KernelPlan, RowShape, plan_kernels
 from jaxcoll.plan_exchange import Exchange, choose_exchange, refuse_exchange
+from jaxcoll.routing import MAX_ROWS
 from jaxcoll.rows import GatherMode, RowPlan, StepFacts, plan_rows, whole_counts
 from jaxcoll.settings import Settings
 from jaxcoll.topology import Topology
@@ -123,7 +124,7 @@ def plan_layer(
         facts: what else the padding rule reads.
         room: rows per replica to choose paths and shapes for, each at least its count; a batch that shrinks keeps its
             program by keeping its room. None is the counts.
-        row: what an all-to-all's kernels must know of a row; None leaves that to tracing.
+        row: what an all-to-all's wire format and kernels must know of a row; None leaves that to tracing.
 
     Raises:
         PlanError: a named path is impossible here, or no replica holds a row.
@@ -173,7 +174,7 @@ def _plan_all_to_all(
     row: RowShape | None,
 ) -> LayerPlan:
     """Each row goes to its experts' ranks and home again, where it is added up (communication semantics, section 5)."""
-    exchange, (there, back) = choose_exchange(topology, settings)
+    exchange, (there, back) = choose_exchange(topology, settings, row.width if row else None)
     shared, why_shared = choose_shared_expert(topology, settings, shared_width)
     hand_overs = (
         _attention(topology),
@@ -193,6 +194,8 @@ def _rows_in_room(
     """The rows of `counts` in the static shapes of `room`."""
     mode = "max_len" if gather in ("max_len", "none") else "sum_len"
     shapes = plan_rows(room, topology.attn_tp, mode=mode, bucketed=True)
+    if (most := max(shapes.total, topology.attn_dp * shapes.rows)) > MAX_ROWS:
+        raise PlanError(f"a step of {sum(room)} rows would number {most} with padding, which passes 2^31 - 1")
     exact = plan_rows(counts, topology.attn_tp, mode=mode)
     starts = shapes.starts if mode == "max_len" else exact.starts
     return dataclasses.replace(exact, reason=reason, rows=shapes.rows, total=shapes.total, starts=starts)

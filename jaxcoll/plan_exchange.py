@@ -13,7 +13,7 @@ from jaxcoll.level import Mode
 from jaxcoll.settings import Settings
 from jaxcoll.states import Group
 from jaxcoll.topology import Topology, host_axes
-from jaxcoll.wire import WireChoice
+from jaxcoll.wire import WireChoice, wire_impossible
 
 Overlap = Literal["none", "shared_expert", "two_batch", "waves"]
 _BY_NAME = "it was asked for by name"
@@ -34,8 +34,13 @@ class Exchange:
     overlap: Overlap = "shared_expert"
 
 
-def choose_exchange(topology: Topology, settings: Settings) -> tuple[Exchange, tuple[HandOver, HandOver]]:
+def choose_exchange(
+    topology: Topology, settings: Settings, width: int | None = None
+) -> tuple[Exchange, tuple[HandOver, HandOver]]:
     """The exchange and its two hand-overs, dispatch and combine.
+
+    Args:
+        width: channels of a row; None leaves to tracing whether the wire format fits them.
 
     Raises:
         PlanError: a named choice is impossible here.
@@ -45,6 +50,8 @@ def choose_exchange(topology: Topology, settings: Settings) -> tuple[Exchange, t
             what = "a fused call" if settings.backend == "fused" else "an all_to_all"
             why = "was asked for" if settings.moe_backend != "auto" else f"is what {settings.exchange_choice} needs"
             raise PlanError(f"{name} {named} is impossible here because {what} {why}, which has none")
+    if width is not None and (obstacle := wire_impossible(settings.wire, width)):
+        raise PlanError(f"wire {settings.wire} is impossible here because {obstacle}")
     mode: Mode = "low_latency" if settings.dispatch == "auto" else settings.dispatch
     why_mode = "every replica decodes" if settings.dispatch == "auto" else _BY_NAME
     others = [Alternative("low_latency" if mode == "normal" else "normal", False, why_mode)]

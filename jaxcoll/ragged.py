@@ -18,6 +18,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from jaxcoll.collectives import all_gather, all_to_all, declare_partial, reduce_scatter
+from jaxcoll.hand_over import PlanError
 from jaxcoll.states import State, StateError, as_group, group_size, require
 from jaxcoll.topology import Topology
 
@@ -268,7 +269,7 @@ def _one_per_rank(counts: Array, n: int, verb: str) -> None:
 
 def _fits_int32(verb: str, *rows: int) -> None:
     if max(rows) >= 2**31:
-        raise ValueError(f"{verb} would number {max(rows)} rows, which passes 2^31 - 1; use smaller capacities")
+        raise PlanError(f"{verb} would number {max(rows)} rows, which passes 2^31 - 1; use smaller capacities")
 
 
 def _exclusive_sum(counts: Array) -> Array:

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxcoll.hand_over import PlanError
+
 Array = jax.Array
 Unit = Literal["rank", "expert"]
 
@@ -210,14 +212,14 @@ def check_row_numbers(what: str, sizes: dict[str, int]) -> int:
     """The product of the named sizes, which are rows of a buffer.
 
     Raises:
-        ValueError: it passes 2^31 - 1, the last row number.
+        PlanError: it passes 2^31 - 1, the last row number.
     """
     product = 1
     for size in sizes.values():
         product *= size
     if product > MAX_ROWS:
         names, numbers = " * ".join(sizes), " * ".join(map(str, sizes.values()))
-        raise ValueError(
+        raise PlanError(
             f"{what} would number {names} = {numbers} = {product} rows, which passes 2^31 - 1; use fewer rows per rank"
         )
     return product

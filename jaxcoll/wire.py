@@ -49,9 +49,16 @@ def resolve(wire: WireChoice, dtype: Any, width: int) -> Wire:
         if name not in _PLAIN:
             raise ValueError(f"rows of {name} have no wire format of their own; name one of {', '.join(_DTYPES)}")
         return _PLAIN[name]
-    if wire == "fp8" and width % GROUP:
-        raise ValueError(f"wire format fp8 has one scale per {GROUP} channels, which do not divide D={width}")
+    if obstacle := wire_impossible(wire, width):
+        raise ValueError(f"wire format {wire} is impossible: {obstacle}")
     return wire
+
+
+def wire_impossible(wire: WireChoice, width: int) -> str | None:
+    """Why rows of `width` channels cannot travel in this format; None if they can."""
+    if wire == "fp8" and width % GROUP:
+        return f"fp8 has one scale per {GROUP} channels, which do not divide D={width}"
+    return None
 
 
 def home_dtype(wire: Wire) -> Any:

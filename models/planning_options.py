@@ -11,6 +11,7 @@ from models.errors import UserError
 from models.options import NUMBERS, OptionalSize, Options, PathOptions, Size, TopologySizes
 
 Target = Literal["h100", "h200", "b200"]
+MOST_GPUS = 2**16  # of one job; each is an object on this machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +82,7 @@ class CompileOptions(Options):
 
     def check(self) -> None:
         _ = self.compiler_options
+        _check_gpus(self.world)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,8 +117,14 @@ class PlanOptions(Options):
         for name, numbers in (("--gpus", self.gpus), ("--tokens-per-gpu", self.tokens_per_gpu)):
             if not numbers or 0 in numbers:
                 raise UserError(f"{name} must be numbers from 1 on, not {','.join(map(str, numbers))}")
+        _check_gpus(max(self.gpus))
         if not 1 <= self.imbalance < math.inf:
             raise UserError(f"--imbalance must be a number from 1 on, not {self.imbalance}")
+
+
+def _check_gpus(gpus: int) -> None:
+    if gpus > MOST_GPUS:
+        raise UserError(f"{gpus} GPUs were asked for; a job has at most {MOST_GPUS}")
 
 
 def _compiler_option(text: str) -> tuple[str, bool | int | str]:

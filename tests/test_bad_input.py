@@ -190,6 +190,13 @@ TRACE_FAULTS: dict[str, tuple[Change, str]] = {
 }
 
 
+def test_a_trace_of_a_type_that_numpy_lacks(capsys, tmp_path, fixture):
+    header = json.dumps({"logits": {"dtype": "F8_E4M3", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    (fixture / TRACE_FILE).write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    said = refusal(capsys, tmp_path, "verify", fixture, *MESH)
+    assert said == f"{fixture / TRACE_FILE} holds a tensor of type float8_e4m3fn, which NumPy does not have"
+
+
 @pytest.mark.parametrize("fault", TRACE_FAULTS)
 def test_a_wrong_trace(fault, capsys, tmp_path, fixture):
     change, needed = TRACE_FAULTS[fault]
@@ -226,6 +233,10 @@ REQUESTS = {
     "verify {wide} --sizes 3": "verify has no option --sizes",
     "verify {tiny} --attn-dp 16": "a world of 16 needs 16 devices; this process sees 8",
     "verify {wide} --attn-dp 2048": f"2048 devices were asked for; one process starts at most {MOST_DEVICES}",
+    "verify {wide} --attn-dp 2 --redundant-experts 1000000": "more than one of each of 8 experts for each of moe_ep=2",
+    "bench {wide} --batch 2147483647": "2147483647 requests were asked for; one batch holds at most 1048576",
+    "explain {wide} --attn-dp 2 --requests-per-replica 2147483647,0": "which passes 2^31 - 1",
+    "verify {tiny} --attn-dp 2 --wire fp8": "wire fp8 is impossible here because",
     "verify {wide} --attn-dp 2 --attn-tp 2 --gather gather_v": "gather_v is impossible here because",
 }
 

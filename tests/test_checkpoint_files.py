@@ -115,7 +115,16 @@ def test_broken_header(tmp_path, header):
 
 def test_not_a_file(tmp_path):
     (tmp_path / "model.safetensors").mkdir()
-    assert "model.safetensors cannot be read: " in refusal(tmp_path)
+    assert "model.safetensors is not a file" in refusal(tmp_path)
+    (tmp_path / "model.safetensors").rmdir()
+    os.mkfifo(tmp_path / "model.safetensors")  # reading it would wait for a writer for ever
+    assert "model.safetensors is not a file" in refusal(tmp_path)
+
+
+def test_an_index_that_is_a_link_to_nothing(tmp_path):
+    save_file({"a": W}, tmp_path / "model.safetensors")
+    (tmp_path / INDEX_FILE).symlink_to("nowhere")
+    assert refusal(tmp_path) == f"{tmp_path / INDEX_FILE} does not exist"
 
 
 @pytest.mark.parametrize(

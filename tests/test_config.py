@@ -133,7 +133,7 @@ def test_not_utf8(tmp_path):
 def test_numbers_that_json_text_can_smuggle_in(tmp_path, value):
     text = json.dumps(with_changes(hc_eps=12345)).replace("12345", value)
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"hc_eps is -?(NaN|Infinity); it must be a finite number above 0"):
+    with pytest.raises(ConfigError, match=r"hc_eps is -?(NaN|Infinity); it must be a finite number above 0 "):
         Config.from_folder(tmp_path)
 
 
@@ -205,7 +205,7 @@ def test_numbers_are_strict(name, value):
         ("expert_dtype", "fp4", 'null or "float32" or "bfloat16" or "fp32" or "bf16"'),
         ("torch_dtype", "float16", '"float32" or "bfloat16"'),
         ("dtype", "float32", None),
-        ("rope_theta", 1, "a finite number above 1"),
+        ("rope_theta", 1, "a finite number above 1 that float32 holds, from 1.2e-38 to 3.4e+38"),
     ],
 )
 def test_unsupported_values(name, value, allowed):
@@ -290,6 +290,9 @@ def test_values_at_the_limits_are_allowed():
         (scaled(rope_type="linear"), 'rope_scaling.rope_type is "linear"; it must be "yarn"'),
         (with_changes(rope_scaling={"factor": 4}), 'rope_scaling.type is missing; it must be "yarn"'),
         (scaled(factor="4"), 'rope_scaling.factor is "4"; it must be a finite number above 0'),
+        (scaled(beta_fast=9e307), "rope_scaling.beta_fast is 9e+307; it must be a finite number above 0 that float32"),
+        (scaled(beta_slow=1e-320), "rope_scaling.beta_slow is 1e-320; it must be a finite number above 0 that float32"),
+        (scaled(truncate=False), "rope_scaling.truncate is false; it must be true"),
         (
             scaled(original_max_position_embeddings=6.5),
             "rope_scaling.original_max_position_embeddings is 6.5",

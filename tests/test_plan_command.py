@@ -122,6 +122,7 @@ def test_without_matplotlib_one_sentence_says_how_to_install_it(capsys, monkeypa
     ("words", "said"),
     [
         (("flash", "--gpus", "0"), "--gpus must be numbers from 1 on, not 0"),
+        (("flash", "--gpus", "8,2147483647"), "2147483647 GPUs were asked for; a job has at most 65536"),
         (("flash", "--imbalance", "0.5"), "--imbalance must be a number from 1 on, not 0.5"),
         (("flash", "--plot", "plan.txt"), "--plot: a plot's file must end in .png, .svg, .pdf"),
         (("flash", "--gpus", "x"), "must be whole numbers"),

@@ -79,6 +79,7 @@ REFUSED = {
     "overlap two_batch is impossible here because a fused call has no phases": {"overlap": "two_batch"} | FUSED,
     "levels hosts is impossible here because all devices belong to one host": {"levels": "hosts"},
     "wire fp8 is impossible here because gather was asked for": {"moe_backend": "gather", "wire": "fp8"},
+    "wire fp8 is impossible here because fp8 has one scale per 128 channels, which do not divide D=64": {"wire": "fp8"},
     "combine all_reduce is impossible here because a fused call was asked for": {"combine": "all_reduce"} | FUSED,
     "combine all_reduce is impossible here because an all_to_all is what dispatch normal needs": {
         "moe_backend": "auto", "combine": "all_reduce", "dispatch": "normal",

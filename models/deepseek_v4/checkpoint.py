@@ -196,13 +196,10 @@ class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
 
 def _checkpoint_files(folder: pathlib.Path) -> tuple[list[pathlib.Path], dict[str, str] | None]:
     """The files to read, and the index's name -> file where there is an index."""
-    present = {
-        file.name: file
-        for file in sorted(folder.glob("*.safetensors"))
-        if file.name != TRACE_FILE and not file.name.startswith(".")
-    }
+    visible = sorted(folder.glob("[!.]*.safetensors"))
+    present = {file.name: file for file in visible if file.name != TRACE_FILE}
     index = folder / INDEX_FILE
-    if not index.exists():
+    if not os.path.lexists(index):  # a link that leads nowhere is an index that is missing, not none at all
         if not present:
             raise CheckpointError(f"{folder} has no weights; it must have *.safetensors files")
         return list(present.values()), None
@@ -218,6 +215,8 @@ def _checkpoint_files(folder: pathlib.Path) -> tuple[list[pathlib.Path], dict[st
 
 
 def _read_header(file: pathlib.Path) -> dict[str, _Entry]:
+    if file.exists() and not file.is_file():
+        raise CheckpointError(f"{file} is not a file: it must be one in the safetensors format")
     try:
         with safe_open(file, framework="numpy"):  # checks the header against itself and the file's length
             pass

@@ -19,6 +19,7 @@ AttentionKind = Literal["window", "csa", "hca"]
 RoutingKind = Literal["hash", "topk"]
 
 CSA_RATIO = 4  # the one compress ratio whose layers have an indexer and overlapping windows
+_LEAST, _MOST = 1.2e-38, 3.4e38  # float32's normal numbers: others become 0 or infinity on the devices
 _MAX_INT = 2**31 - 1  # sizes and ids are int32 on the devices
 _ATTENTION_KINDS: dict[str, AttentionKind] = {
     "sliding_attention": "window",
@@ -227,10 +228,9 @@ class _Fields:
         return value
 
     def number(self, name: str, above: float = 0) -> float:
-        allowed = f"a finite number above {above}"
+        allowed = f"a finite number above {above} that float32 holds, from {_LEAST} to {_MOST}"
         value = self.get(name, allowed)
-        # The bound also keeps float() of a huge integer from overflowing.
-        if type(value) not in (int, float) or not above < value < 1e308:
+        if type(value) not in (int, float) or not above < value or not _LEAST <= value <= _MOST:
             self.refuse(name, value, allowed)
         return float(value)
 
@@ -327,6 +327,7 @@ def _rope_scaling(fields: _Fields, compresses: bool) -> RopeScaling | None:
         inner.choice(spelling, ("yarn",), required=spelling == "type" and "rope_type" not in value)
     if value.get("attention_factor") is not None and inner.number("attention_factor") != 1:
         inner.refuse("attention_factor", value["attention_factor"], "1 or absent: cos and sin are not scaled")
+    inner.choice("truncate", (True,), required=False)
     scaling = RopeScaling(
         factor=inner.number("factor"),
         original_max_position_embeddings=inner.integer("original_max_position_embeddings"),

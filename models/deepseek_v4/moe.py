@@ -34,9 +34,14 @@ def place(config: Config, topology: Topology, redundant: int = 0) -> Placement:
     """Where the experts live: in order, with `redundant` copies beyond the first of each.
 
     Raises:
-        TopologyError: moe_ep does not divide the experts and their copies.
+        TopologyError: moe_ep does not divide the experts and their copies, or there are more copies than could serve.
     """
     experts, ranks = config.n_routed_experts, topology.world // topology.moe_tp
+    if redundant > experts * ranks:
+        raise TopologyError(
+            f"{redundant} redundant copies are more than one of each of {experts} experts for each of moe_ep={ranks} "
+            f"ranks, which are {experts * ranks}"
+        )
     if missing := -(experts + redundant) % ranks:
         held = f"n_routed_experts={experts}" + (f" and {redundant} redundant copies" if redundant else "")
         raise TopologyError(

@@ -9,6 +9,7 @@ from models.deepseek_v4.decoder import default_max_seq_len
 from models.errors import UserError
 
 Home = tuple[int, int]  # replica, slot
+MOST_REQUESTS = 2**20  # of one batch; each has a row, a home and a cache slot
 
 
 def spread(requests: int, replicas: int, counts: Sequence[int] | None = None) -> list[Home]:
@@ -20,8 +21,10 @@ def spread(requests: int, replicas: int, counts: Sequence[int] | None = None) ->
         counts: requests per replica; None gives the first `requests mod replicas` replicas one more.
 
     Raises:
-        UserError: the counts do not add up to `requests`, or are not one per replica.
+        UserError: more requests than a batch holds, or counts that do not add up to them or are not one per replica.
     """
+    if requests > MOST_REQUESTS:
+        raise UserError(f"{requests} requests were asked for; one batch holds at most {MOST_REQUESTS}")
     if counts is None:
         counts = [requests // replicas + (r < requests % replicas) for r in range(replicas)]
     given = ",".join(map(str, counts))

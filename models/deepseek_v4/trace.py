@@ -61,6 +61,8 @@ class Trace:
             raise TraceError(f"{path} cannot be read: {error.strerror or error}") from error
         except (SafetensorError, ValueError, TypeError, KeyError) as error:
             raise TraceError(f"{path} cannot be read as safetensors: {error}") from error
+        except AttributeError as error:  # safetensors asks numpy for a type such as float8_e4m3fn
+            raise TraceError(f"{path} holds a tensor of type {error.name}, which NumPy does not have") from error
         return cls.from_tensors(tensors, config, path)
 
     @classmethod
