@@ -8,14 +8,15 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from typing import NoReturn
 
 import jax
 
-from jaxcoll import coordination
+from jaxcoll import coordination, joining
 from jaxcoll.agreement import agree_on_environment
 from jaxcoll.coordination import PeerTimeout, Place
 from jaxcoll.launch import BIND, COORDINATOR, LOCAL_DEVICES, PROCESS_ID, PROCESSES
-from jaxcoll.leaving import catch_errors, finish, give_up, guard, leave
+from jaxcoll.leaving import catch_errors, finish, give_up, guard, leave, leave_by
 from jaxcoll.roll_call import MissingProcess, call_roll
 from jaxcoll.watchdog import PEER_SECONDS, STEP_SECONDS, Watchdog
 
@@ -128,25 +129,37 @@ def _join(place: Place, timeout: float, times: dict[str, float]) -> None:
     """Waits for everyone, joins JAX's runtime, and has the others watched from here on."""
     assert place.processes is not None and place.process_id is not None and place.coordinator is not None
     catch_errors()
-    try:
-        call_roll(place.coordinator, place.processes, place.process_id, timeout, bind=os.environ.get(BIND))
-    except MissingProcess as error:
-        raise PeerTimeout(f"the job did not start: {error}") from None
     # JAX's preemption service would take SIGTERM for a notice and go on.
     jax.config.update("jax_enable_preemption_service", False)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(
-        place.coordinator,
-        place.processes,
-        place.process_id,
-        local_device_ids=place.local_device_ids,
-        cluster_detection_method="deactivate",
-        initialization_timeout=max(int(timeout), 1),
-        heartbeat_timeout_seconds=int(max(_NATIVE_SECONDS, 5 * times["peer_seconds"])),
-        shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-    )
+    silence = times["peer_seconds"]
+    try:
+        with (
+            call_roll(
+                place.coordinator, place.processes, place.process_id, timeout, bind=os.environ.get(BIND)
+            ) as lines,
+            joining.watched(lines, place.process_id, silence, _give_up_joining),
+        ):
+            jax.distributed.initialize(
+                place.coordinator,
+                place.processes,
+                place.process_id,
+                local_device_ids=place.local_device_ids,
+                cluster_detection_method="deactivate",
+                # Everyone is there, and who goes is told by `joining`; JAX's client would name nobody.
+                initialization_timeout=int(max(timeout, 3 * silence)) + 1,
+                heartbeat_timeout_seconds=int(max(_NATIVE_SECONDS, 5 * silence)),
+                shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+            )
+    except MissingProcess as error:
+        raise PeerTimeout(f"the job did not start: {error}") from None
     guard(Watchdog(place.processes, place.process_id, place.coordinator, give_up=give_up, **times))
     agree_on_environment()
+
+
+def _give_up_joining(fault: str) -> NoReturn:
+    """In a thread of its own: the main one waits natively for who will not come."""
+    leave_by(PeerTimeout(f"the job did not start: {fault}"))
 
 
 def seconds(name: str, default: float) -> float:

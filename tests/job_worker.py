@@ -47,6 +47,8 @@ def fail(fault: str) -> None:
 
 
 def main(fault: str, victim: int) -> None:
+    if fault == "joining" and os.environ["JAXCOLL_PROCESS_ID"] == str(victim):
+        jax.distributed.initialize = lambda *_, **__: fail("SIGKILL")  # it has come, and does not join
     job = distributed.initialize()
     mine = job.process_id == victim
     topology = Topology(attn_dp=jax.device_count())

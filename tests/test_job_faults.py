@@ -18,6 +18,7 @@ OTHER_FLAG = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_enable_
 # fault -> exit code and words of every survivor; the job has processes 0, 1 and 2.
 FAULTS = {
     "missing": (LOST, r"PeerTimeout: the job did not start: process 1 of 3 did not start within 8 s$"),
+    "joining": (LOST, r"PeerTimeout: the job did not start: process 1 ended before all had joined$"),
     "exits": (LOST, r"process 1 is gone while process \d is at step 4 .*process 1 ended after step 3 with exit code 0"),
     "raises": (LOST, r"process 1 is no longer there; .*step 4 with exit code 1: ZeroDivisionError: as the test asks"),
     "SIGKILL": (LOST, r"PeerTimeout: process 1 is silent for more than 10 s; last reports: process 0 at step 4 "),
@@ -75,7 +76,7 @@ def test_every_survivor_says_who_and_what(ended, fault):
         assert re.search(words, process.last_words, re.MULTILINE), (rank, process.err)
 
 
-@pytest.mark.parametrize("fault", ["exits", "raises", "SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("fault", ["joining", "exits", "raises", "SIGKILL", "SIGSTOP"])
 def test_survivors_end_within_half_a_minute(ended, fault):
     assert seconds_after_fault(ended[fault], VICTIM) < 30
 
