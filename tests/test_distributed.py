@@ -2,9 +2,11 @@
 
 import concurrent.futures
 import contextlib
+import queue
 import socket
 import threading
 
+import jax
 import pytest
 
 from jaxcoll import coordination, distributed
@@ -76,6 +78,15 @@ def test_jaxs_own_detection_knows_slurm(monkeypatch):
         ({"JAXCOLL_PROCESS_ID": "4"}, "JAXCOLL_PROCESS_ID must be from 0 to 3, not 4"),
         ({"JAXCOLL_PROCESS_ID": "-1"}, "JAXCOLL_PROCESS_ID='-1' must be a whole number of at least 0"),
         ({"JAXCOLL_NUM_PROCESSES": "0"}, "JAXCOLL_NUM_PROCESSES='0' must be a whole number of at least 1"),
+        ({"JAXCOLL_NUM_PROCESSES": "\u00b2"}, "JAXCOLL_NUM_PROCESSES='\u00b2' must be a whole number of at least 1"),
+        ({"JAXCOLL_NUM_PROCESSES": "1"}, "JAXCOLL_PROCESS_ID must be from 0 to 0, not 2"),
+        (
+            {"JAXCOLL_NUM_PROCESSES": None, "JAXCOLL_PROCESS_ID": None, "JAXCOLL_CLUSTER": "deactivate"},
+            "a job of several processes needs the number of processes; set JAXCOLL_NUM_PROCESSES",
+        ),
+        ({"JAX_COORDINATOR_ADDRESS": ":7"}, "JAX_COORDINATOR_ADDRESS must be host:port, not ':7'"),
+        ({"JAX_COORDINATOR_ADDRESS": "host:0"}, "JAX_COORDINATOR_ADDRESS must be host:port, not 'host:0'"),
+        ({"JAX_COORDINATOR_ADDRESS": "host:65536"}, "JAX_COORDINATOR_ADDRESS must be host:port, not 'host:65536'"),
     ],
 )
 def test_half_a_job_is_refused(change, reason):
@@ -83,6 +94,54 @@ def test_half_a_job_is_refused(change, reason):
     with pytest.raises(JobError) as raised:
         find_place(NOTHING, environment, None, 5)
     assert reason in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("processes", "process_id", "reason"),
+    [
+        (0, 0, "the number of processes must be a whole number of at least 1, not 0"),
+        (-2, 0, "the number of processes must be a whole number of at least 1, not -2"),
+        (2.0, 0, "the number of processes must be a whole number of at least 1, not 2.0"),
+        (2, "0", "this process's number must be a whole number of at least 0, not '0'"),
+        (2, 2, "JAXCOLL_PROCESS_ID must be from 0 to 1, not 2"),
+    ],
+)
+def test_arguments_that_make_no_job_are_refused(processes, process_id, reason):
+    with pytest.raises(JobError) as raised:
+        find_place(Place("host:7", processes, process_id, None), {}, "deactivate", 5)
+    assert str(raised.value) == reason
+
+
+@pytest.mark.parametrize("which", ["start", "peer", "step"])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), "5"])
+def test_times_that_are_given_are_positive_numbers(monkeypatch, which, value):
+    monkeypatch.setattr(distributed, "_joined", None)
+    with pytest.raises(
+        JobError, match=f"JAXCOLL_{which.upper()}_TIMEOUT={value!r} must be a positive number of seconds"
+    ):
+        distributed.initialize("host:7", 1, 0, **{f"{which}_timeout": value})
+
+
+def test_a_cluster_that_is_not_there_or_says_half_is_refused(monkeypatch):
+    for name in ("SLURM_JOB_ID", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(
+        JobError, match="the cluster must be one of .*slurm.*, not 'slurmm'; JAXCOLL_CLUSTER=deactivate"
+    ):
+        find_place(NOTHING, {}, "slurmm", 5)
+    with pytest.raises(JobError, match="this process is in no cluster of slurm"):
+        find_place(NOTHING, {"JAXCOLL_CLUSTER": "slurm"}, None, 5)
+    monkeypatch.setenv("OMPI_MCA_orte_hnp_uri", "1.0;tcp://10.0.0.1:1")
+    reason = "the cluster around this process says only half: KeyError: 'OMPI_COMM_WORLD_SIZE'"
+    with pytest.raises(JobError, match=reason):
+        find_place(NOTHING, {}, None, 5)
+
+
+def test_devices_that_have_started_are_too_late_for_a_job(monkeypatch):
+    jax.devices()
+    monkeypatch.setattr(distributed, "_joined", None)
+    with pytest.raises(JobError, match="before any device is started"):
+        distributed.initialize("127.0.0.1:7", 2, 0)
 
 
 @pytest.mark.parametrize("text", ["0", "-3", "soon", "inf", "nan"])
@@ -230,15 +289,18 @@ def test_who_does_not_join_is_told_to_everyone():
     assert joining_job(OSError("out of ports"), None) == ["", said]
 
 
-def test_who_hangs_up_or_falls_silent_while_joining_is_named():
-    for seconds, said in ((9.0, "process 1 ended before all had joined"),
-                          (0.5, "process 1 has been silent for 0.5 s before all had joined")):  # fmt: skip
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            if seconds > 1:
-                theirs.close()
-            heard: list[str] = []
-            told = threading.Event()
-            with watched({1: ours}, 0, seconds, lambda fault: (heard.append(fault), told.set())[0]):
-                assert told.wait(5)
-            assert heard[0] == said
+@pytest.mark.parametrize(
+    ("hangs_up", "said"),
+    [
+        (True, "process 1 ended before all had joined"),
+        (False, "process 1 has been silent for 0.5 s before all had joined"),
+    ],
+)
+def test_who_hangs_up_or_falls_silent_while_joining_is_named(hangs_up, said):
+    ours, theirs = socket.socketpair()
+    heard: queue.SimpleQueue[str] = queue.SimpleQueue()
+    with ours, theirs:
+        if hangs_up:
+            theirs.close()
+        with watched({1: ours}, 0, 0.5, heard.put):
+            assert heard.get(timeout=5) == said
