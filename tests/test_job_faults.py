@@ -119,6 +119,22 @@ def test_another_config_in_one_process_is_named(tmp_path):
         )
 
 
+def test_other_weights_in_one_process_are_named(tmp_path):
+    """One expert of many, which the other process does not even hold."""
+    config = published(compress_ratios=[0], num_hash_layers=0)
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        tensors = random_tensors(config)
+        if rank:
+            tensors["layers.0.ffn.experts.0.w1.weight"][-1, -1] += 1
+        write_model(tmp_path / str(rank), config, tensors)
+    code = f"import os, sys; from models.cli import main; sys.exit(main({words(tmp_path)}))"
+    said = r"about the model and the request: contents of the weights: '\w{16}' on process 0, '\w{16}' on process 1$"
+    for process in run_job(["-c", code], 2).values():
+        assert process.code == DIFFER, process.err
+        assert re.search(said, process.last_words, re.MULTILINE), process.err
+
+
 def words(folder: Path) -> str:
     """Python source of a command line whose folder depends on the process."""
     return f"['generate', '{folder}/' + os.environ['JAXCOLL_PROCESS_ID'], '--prompt-ids', '1,2', '--devices', '2']"
