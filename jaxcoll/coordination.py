@@ -14,6 +14,7 @@ from jax._src import distributed as runtime
 PEER_TIMEOUT_EXIT = 75  # EX_TEMPFAIL of sysexits.h: worth another try
 DEACTIVATE = "deactivate"  # no cluster is looked for
 DISAGREEMENT_EXIT = 76  # EX_PROTOCOL: the processes do not run the same thing
+_forgotten: list[Any] = []
 
 
 class PeerTimeout(RuntimeError):
@@ -67,6 +68,13 @@ def runtime_has_started() -> bool:
 def in_a_job() -> bool:
     """Whether this process shares JAX's runtime with others."""
     return runtime.global_state.client is not None and runtime.global_state.num_processes > 1
+
+
+def forget() -> None:
+    """Makes a forked child no part of the job; what JAX holds is kept, because destroying it would wait for threads."""
+    state = runtime.global_state
+    _forgotten.append((state.client, state.service))
+    state.client = state.service = None
 
 
 def process_count() -> int:

@@ -18,13 +18,12 @@ from jaxcoll.coordination import PeerTimeout, Place
 from jaxcoll.launch import BIND, COORDINATOR, LOCAL_DEVICES, PROCESS_ID, PROCESSES
 from jaxcoll.leaving import catch_errors, finish, give_up, guard, leave, leave_by
 from jaxcoll.roll_call import MissingProcess, call_roll
-from jaxcoll.watchdog import PEER_SECONDS, STEP_SECONDS, Watchdog
+from jaxcoll.watchdog import PEER_SECONDS, STEP_SECONDS, Watchdog, current
 
 CLUSTER = "JAXCOLL_CLUSTER"
 START_TIMEOUT, PEER_TIMEOUT, STEP_TIMEOUT = "JAXCOLL_START_TIMEOUT", "JAXCOLL_PEER_TIMEOUT", "JAXCOLL_STEP_TIMEOUT"
 START_SECONDS = 20.0
 _NATIVE_SECONDS = 100.0  # JAX's own heartbeat, whose client aborts; ours has to be faster
-_SHUTDOWN_SECONDS = 10
 
 __all__ = ["Job", "JobError", "finish", "initialize", "leave"]
 
@@ -73,21 +72,27 @@ def initialize(
         step_timeout: seconds that a step may take; None reads JAXCOLL_STEP_TIMEOUT, or 20.
 
     Raises:
-        JobError: the three do not make a job, or a time is none.
+        JobError: the three do not make a job, a time is none, devices have started, or this process has left its job.
         PeerTimeout: somebody did not come; in every process that did.
         DisagreementError: the processes have other versions, flags or settings.
     """
     global _joined
     if _joined is not None:
-        return _joined
-    start_timeout = seconds(START_TIMEOUT, START_SECONDS, start_timeout)
+        return _still_joined(_joined)
     peer_timeout = seconds(PEER_TIMEOUT, PEER_SECONDS, peer_timeout)
-    step_timeout = seconds(STEP_TIMEOUT, STEP_SECONDS, step_timeout)
+    times = {"peer_seconds": peer_timeout, "step_seconds": seconds(STEP_TIMEOUT, STEP_SECONDS, step_timeout)}
+    start_timeout = seconds(START_TIMEOUT, START_SECONDS, start_timeout)
     place = find_place(Place(coordinator, processes, process_id, None), os.environ, cluster, start_timeout)
     if place.processes != 1:
-        _join(place, start_timeout, {"peer_seconds": peer_timeout, "step_seconds": step_timeout})
+        _join(place, start_timeout, times)
     _joined = Job(place.processes or 1, place.process_id or 0)
     return _joined
+
+
+def _still_joined(job: Job) -> Job:
+    if job.processes > 1 and current() is None:  # nobody would be watched any more
+        raise JobError("this process has left its job, and a process joins one job only")
+    return job
 
 
 def find_place(given: Place, environment: Mapping[str, str], cluster: str | None, timeout: float) -> Place:
@@ -166,7 +171,7 @@ def _join(place: Place, timeout: float, times: dict[str, float]) -> None:
                 # Everyone is there, and who goes is told by `joining`; JAX's client would name nobody.
                 initialization_timeout=int(max(timeout, 3 * silence)) + 1,
                 heartbeat_timeout_seconds=int(max(_NATIVE_SECONDS, 5 * silence)),
-                shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+                shutdown_timeout_seconds=int(3 * silence) + 1,  # the watchdog is sooner
             )
     except MissingProcess as error:
         raise PeerTimeout(f"the job did not start: {error}") from None

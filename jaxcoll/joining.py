@@ -53,12 +53,12 @@ def _watch(
         while not over.wait(_BEAT_SECONDS) and heard:
             _tell(lines, _ALIVE)
             for key, _ in selector.select(0):
-                said = _read(key.fileobj)
+                said = _read(lines[key.data])
                 if fault := _fault(key.data, said):
                     break
                 heard[key.data] = time.monotonic()
                 if _JOINED in said:
-                    selector.unregister(key.fileobj)
+                    selector.unregister(lines[key.data])
                     del heard[key.data]
             else:
                 silent = [rank for rank, when in heard.items() if time.monotonic() - when > silence]

@@ -47,8 +47,10 @@ def reaped(mark: str) -> Iterator[None]:
         yield
         return
     words = [sys.executable, "-I", "-S", __file__, mark]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(words, stdin=subprocess.PIPE, start_new_session=True, **quiet) as reaper:
+    nowhere = subprocess.DEVNULL
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=nowhere, stderr=nowhere, start_new_session=True
+    ) as reaper:
         try:
             yield
         finally:

@@ -137,6 +137,14 @@ def test_a_cluster_that_is_not_there_or_says_half_is_refused(monkeypatch):
         find_place(NOTHING, {}, None, 5)
 
 
+def test_who_has_left_does_not_come_again(monkeypatch):
+    monkeypatch.setattr(distributed, "_joined", Job(2, 1))
+    with pytest.raises(JobError, match="this process has left its job, and a process joins one job only"):
+        distributed.initialize()
+    monkeypatch.setattr(distributed, "_joined", Job(1, 0))
+    assert distributed.initialize() == Job(1, 0)
+
+
 def test_devices_that_have_started_are_too_late_for_a_job(monkeypatch):
     jax.devices()
     monkeypatch.setattr(distributed, "_joined", None)

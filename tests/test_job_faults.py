@@ -23,6 +23,8 @@ FAULTS = {
     "raises": (LOST, r"process 1 is no longer there; .*step 4 with exit code 1: ZeroDivisionError: as the test asks"),
     "SIGKILL": (LOST, r"PeerTimeout: process 1 is silent for more than 10 s; last reports: process 0 at step 4 "),
     "SIGSTOP": (LOST, r"PeerTimeout: process 1 is silent for more than 10 s; last reports: process 0 at step 4 "),
+    "leaving": (LOST, r"PeerTimeout: process 1 is silent for more than 10 s; last reports: .*"
+                      r"process 1 ended after step 8 with exit code 0, silent for 1\d s"),
     "rows": (DIFFER, r"about program first: shapes: 'int32\[12\] in parts of \[4\]' on processes 0, 2, "
                      r"'int32\[24\] in parts of \[8\]' on process 1;"),
     "flag": (DIFFER, r"the processes disagree about the environment: XLA_FLAGS: '[^']*=0' on processes 0, 2, "
@@ -76,7 +78,7 @@ def test_every_survivor_says_who_and_what(ended, fault):
         assert re.search(words, process.last_words, re.MULTILINE), (rank, process.err)
 
 
-@pytest.mark.parametrize("fault", ["joining", "exits", "raises", "SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("fault", ["joining", "exits", "raises", "SIGKILL", "SIGSTOP", "leaving"])
 def test_survivors_end_within_half_a_minute(ended, fault):
     assert seconds_after_fault(ended[fault], VICTIM) < 30
 
@@ -138,6 +140,13 @@ def test_other_weights_in_one_process_are_named(tmp_path):
 def words(folder: Path) -> str:
     """Python source of a command line whose folder depends on the process."""
     return f"['generate', '{folder}/' + os.environ['JAXCOLL_PROCESS_ID'], '--prompt-ids', '1,2', '--devices', '2']"
+
+
+def test_a_forked_child_is_no_process_of_the_job():
+    job = run_job(["-W", "ignore", WORKER, "forks", "1"], 2, change=lambda rank: FAST)
+    for process in job.values():
+        assert process.code == 0, process.err
+        assert process.out.splitlines()[-1] == "equal"
 
 
 def test_another_hash_seed_does_not_matter():
