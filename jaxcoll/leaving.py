@@ -149,7 +149,7 @@ def finish() -> None:
 def _finish() -> None:
     try:
         finish()
-    except Exception as error:
+    except BaseException as error:  # an interrupt too: the interpreter would pass over it, and JAX wait on
         leave_by(error)
 
 

@@ -6,6 +6,7 @@ python job_worker.py FAULT VICTIM: what goes wrong, and in which process.
 import os
 import signal
 import sys
+import threading
 import time
 
 import jax
@@ -81,6 +82,13 @@ def main(fault: str, victim: int) -> None:
     turns = np.arange(topology.world * rows) + STEPS // 2
     assert np.array_equal(found, turns), found  # turned an even number of times
     print("equal", flush=True)
+    if fault == "interrupted":  # the victim waits for the others, who take longer
+        if not mine:
+            time.sleep(4)
+        else:
+            timer = threading.Timer(1, os.kill, [os.getpid(), signal.SIGINT])
+            timer.daemon = True
+            timer.start()
 
 
 if __name__ == "__main__":

@@ -142,6 +142,12 @@ def words(folder: Path) -> str:
     return f"['generate', '{folder}/' + os.environ['JAXCOLL_PROCESS_ID'], '--prompt-ids', '1,2', '--devices', '2']"
 
 
+def test_a_process_that_is_interrupted_while_it_waits_for_the_others_ends():
+    job = run_job([WORKER, "interrupted", "1"], 2, change=lambda rank: FAST)
+    assert (job[0].code, job[1].code) == (LOST, 130), job[0].err
+    assert "process 1 ended after step 8 with exit code 130: KeyboardInterrupt" in job[0].last_words
+
+
 def test_a_forked_child_is_no_process_of_the_job():
     job = run_job(["-W", "ignore", WORKER, "forks", "1"], 2, change=lambda rank: FAST)
     for process in job.values():
