@@ -23,7 +23,7 @@ import jaxlib.version
 from jaxcoll import coordination
 from jaxcoll.coordination import DisagreementError, PeerTimeout
 from jaxcoll.primitives import collective_axes, subjaxprs
-from jaxcoll.settings import VARIABLES
+from jaxcoll.settings import KERNELS_VARIABLE, VARIABLES, flag
 from jaxcoll.topology import Topology
 from jaxcoll.watchdog import current
 
@@ -130,7 +130,8 @@ def _sides(name: str, said: Mapping[int, Mapping[str, str]]) -> str:
 
 def agree_on_environment() -> None:
     """All processes run the same versions, flags and settings."""
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_HARMLESS_FLAGS)]
+    given = [word for word in os.environ.get("XLA_FLAGS", "").split() if not word.startswith(_HARMLESS_FLAGS)]
+    flags = {word.partition("=")[0]: word for word in given}.values()  # the last one of a name counts
     items = {
         "jax": jax.__version__,
         "jaxlib": jaxlib.version.__version__,
@@ -139,7 +140,8 @@ def agree_on_environment() -> None:
         "XLA_FLAGS": " ".join(sorted(flags)),
         "64-bit types": str(jax.config.jax_enable_x64),
     }
-    items |= {name: os.environ.get(name, "") for name in (*VARIABLES.values(), CHECK_STEPS)}
+    items |= {name: os.environ.get(name, "") for name in (*VARIABLES.values(), KERNELS_VARIABLE)}
+    items[CHECK_STEPS] = str(steps_are_checked())
     agree("the environment", items)
 
 
@@ -179,8 +181,12 @@ def agree_on_step(number: int, name: str, fingerprint: str) -> None:
 
 
 def steps_are_checked() -> bool:
-    """Whether JAXCOLL_CHECK_STEPS asks for the debug mode."""
-    return os.environ.get(CHECK_STEPS, "").strip().lower() in ("1", "true", "yes", "on")
+    """Whether JAXCOLL_CHECK_STEPS asks for the debug mode.
+
+    Raises:
+        SettingsError: it is neither on nor off.
+    """
+    return bool(os.environ.get(CHECK_STEPS)) and flag(os.environ, CHECK_STEPS)
 
 
 def _shapes(args: Any) -> Iterator[str]:

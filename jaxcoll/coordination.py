@@ -8,11 +8,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
-from jax._src import clusters
+from jax._src import clusters, xla_bridge
 from jax._src import distributed as runtime
 
 PEER_TIMEOUT_EXIT = 75  # EX_TEMPFAIL of sysexits.h: worth another try
+DEACTIVATE = "deactivate"  # no cluster is looked for
 DISAGREEMENT_EXIT = 76  # EX_PROTOCOL: the processes do not run the same thing
+_forgotten: list[Any] = []
 
 
 class PeerTimeout(RuntimeError):
@@ -36,17 +38,43 @@ def detect_cluster(method: str | None, timeout: float) -> Place:
     """Asks JAX for the cluster around us: Slurm, Open MPI, Kubernetes, Cloud TPU.
 
     Args:
-        method: one cluster's name in JAX; None tries all that need no opting in.
+        method: one cluster's name in JAX; None tries all that need no opting in, "deactivate" none.
         timeout: seconds that a cluster's own look-ups may take.
+
+    Raises:
+        ValueError: no such cluster, this process is in no such one, or what it says cannot be understood.
     """
-    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, method, int(timeout))
+    if method == DEACTIVATE:
+        return Place(None, None, None, None)
+    known = {kind.name: kind for kind in clusters.ClusterEnv._cluster_types}
+    if method is not None and method not in known:
+        raise ValueError(f"the cluster must be one of {', '.join(sorted(known))}, {DEACTIVATE}, not {method!r}")
+    try:
+        if method is not None and not known[method].is_env_present():
+            raise ValueError(f"this process is in no cluster of {method}")
+        found = clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, method, int(timeout))
+    except (KeyError, IndexError, AttributeError, TypeError) as error:
+        missing = f"{type(error).__name__}: {error}"
+        raise ValueError(f"the cluster around this process says only half: {missing}") from error
     coordinator, processes, process_id, local = found
     return Place(coordinator, processes, process_id, list(local) if local is not None else None)
+
+
+def runtime_has_started() -> bool:
+    """Whether JAX's runtime or a device has been started in this process, which is too late for a job."""
+    return runtime.global_state.client is not None or xla_bridge.backends_are_initialized()
 
 
 def in_a_job() -> bool:
     """Whether this process shares JAX's runtime with others."""
     return runtime.global_state.client is not None and runtime.global_state.num_processes > 1
+
+
+def forget() -> None:
+    """Makes a forked child no part of the job; what JAX holds is kept, because destroying it would wait for threads."""
+    state = runtime.global_state
+    _forgotten.append((state.client, state.service))
+    state.client = state.service = None
 
 
 def process_count() -> int:

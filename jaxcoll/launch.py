@@ -1,7 +1,7 @@
 """Starts the processes of a job on this machine, as a cluster would on many; it knows nothing of what they run.
 
-Every process gets a process group of its own, so that signals reach all that it started, and nothing is left behind.
-It starts no device. Linux only.
+Every process gets a process group of its own, so that signals reach all that it started; what has left its group is
+found by a mark in its environment (reaper.py), so that nothing is left behind. It starts no device. Linux only.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
+from jaxcoll.reaper import kill_marked, reaped, with_mark
+
 COORDINATOR = "JAX_COORDINATOR_ADDRESS"
 BIND = "JAX_COORDINATOR_BIND_ADDRESS"
 PROCESSES, PROCESS_ID = "JAXCOLL_NUM_PROCESSES", "JAXCOLL_PROCESS_ID"
@@ -29,6 +31,8 @@ _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 FORWARDED = (*_ENDING, signal.SIGUSR1, signal.SIGUSR2)
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux
 GRACE_SECONDS = 15.0
+_LONGEST_LINE = 1 << 16  # bytes; what prints longer ones, or none at all, must not fill the memory
+_LAST_WORDS_SECONDS = 5.0
 
 
 class LaunchError(ValueError):
@@ -64,8 +68,9 @@ def launch(
     Raises:
         LaunchError: the program cannot be started.
     """
-    with reserved_port() as port, _forwarding() as events:
-        members = _start(command, processes, devices_per_process, port)
+    environment, mark = with_mark(os.environ)
+    with reserved_port() as port, _forwarding() as events, reaped(mark):
+        members = _start(command, processes, devices_per_process, environment, port)
         pumps = list(_pumps(members))
         for member in members:
             threading.Thread(target=_watch, args=(member, events), daemon=True).start()
@@ -75,8 +80,10 @@ def launch(
             for member in members:
                 _kill(member)
                 member.process.wait()
+            kill_marked(mark)  # what has left its group may hold a pipe open
+            deadline = time.monotonic() + _LAST_WORDS_SECONDS
             for pump in pumps:
-                pump.join()
+                pump.join(max(deadline - time.monotonic(), 0))
 
 
 def member_environment(
@@ -120,13 +127,15 @@ def _forwarding() -> Iterator[queue.SimpleQueue]:
             signal.signal(number, handler)
 
 
-def _start(command: Sequence[str], processes: int, devices_per_process: int, port: int) -> list[_Member]:
+def _start(
+    command: Sequence[str], processes: int, devices_per_process: int, environment: Mapping[str, str], port: int
+) -> list[_Member]:
     members: list[_Member] = []
     try:
         for rank in range(processes):
             process = subprocess.Popen(
                 command,
-                env=member_environment(os.environ, rank, processes, devices_per_process, port),
+                env=member_environment(environment, rank, processes, devices_per_process, port),
                 stdin=subprocess.DEVNULL,
                 stdout=None if rank == 0 else subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -157,11 +166,22 @@ def _pumps(members: Sequence[_Member]) -> Iterator[threading.Thread]:
 
 
 def _pump(rank: int, stream: IO[bytes], lock: threading.Lock) -> None:
-    """Passes lines on to stderr, whole ones, behind their process number."""
-    for line in stream:
-        with lock, contextlib.suppress(BrokenPipeError):
-            sys.stderr.buffer.write(b"[%d] %s\n" % (rank, line.rstrip(b"\r\n")))
-            sys.stderr.buffer.flush()
+    """Passes lines on to stderr, whole ones up to _LONGEST_LINE, behind their process number."""
+    while line := stream.readline(_LONGEST_LINE):
+        with lock:
+            _write(b"[%d] %s\n" % (rank, line.rstrip(b"\r\n")))
+
+
+def _write(line: bytes) -> None:
+    """To stderr, if there is one: where nobody reads it, the processes must still be able to write."""
+    if sys.stderr is None:
+        return
+    with contextlib.suppress(OSError, ValueError):
+        if (raw := getattr(sys.stderr, "buffer", None)) is not None:
+            raw.write(line)
+        else:  # a notebook's
+            sys.stderr.write(line.decode(errors="replace"))
+        sys.stderr.flush()
 
 
 def _watch(member: _Member, events: queue.SimpleQueue) -> None:
@@ -188,11 +208,12 @@ def _supervise(members: Sequence[_Member], events: queue.SimpleQueue, grace_seco
             failed = event in _ENDING
         else:
             _kill(event)  # what it started and left behind
-            event.code = _exit_code(event.process.wait())
+            returned = event.process.wait()
+            event.code = _exit_code(returned)
             failed = event.code != 0
             first_failure = first_failure or event.code
             if failed and not killed:
-                _say(f"process {event.rank} {_described(event.code)}")
+                _say(f"process {event.rank} {_described(returned)}")
         if failed and deadline is None and not killed:
             deadline = time.monotonic() + grace_seconds
     return first_failure
@@ -214,10 +235,11 @@ def _exit_code(returned: int) -> int:
     return 128 - returned if returned < 0 else returned
 
 
-def _described(code: int) -> str:
-    return f"was ended by {signal.Signals(code - 128).name}" if code > 128 and code - 128 in set(signal.Signals) else (
-        f"ended with exit code {code}"
-    )  # fmt: skip
+def _described(returned: int) -> str:
+    if returned >= 0:
+        return f"ended with exit code {returned}"
+    number = -returned
+    return f"was ended by {signal.Signals(number).name if number in set(signal.Signals) else f'signal {number}'}"
 
 
 def _named(ranks: Iterator[int]) -> str:
@@ -226,4 +248,4 @@ def _named(ranks: Iterator[int]) -> str:
 
 
 def _say(what: str) -> None:
-    print(f"jaxcoll launch: {what}", file=sys.stderr, flush=True)
+    _write(f"jaxcoll launch: {what}\n".encode())

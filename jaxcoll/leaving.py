@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import jax
 
-from jaxcoll.coordination import DISAGREEMENT_EXIT, PEER_TIMEOUT_EXIT, DisagreementError, PeerTimeout, in_a_job
+from jaxcoll.coordination import DISAGREEMENT_EXIT, PEER_TIMEOUT_EXIT, DisagreementError, PeerTimeout, forget, in_a_job
 from jaxcoll.peers import Verdict
 from jaxcoll.watchdog import Watchdog, current, watch
 
@@ -49,6 +49,16 @@ def guard(watchdog: Watchdog) -> None:
     watch(watchdog)
     _catch_native_aborts(watchdog)
     atexit.register(_finish)  # runs before the exit that JAX has registered
+    os.register_at_fork(after_in_child=_forget)
+
+
+def _forget() -> None:
+    """A forked child is in no job, has none of its threads, and must not wait for what they did."""
+    if in_a_job():
+        watch(None)
+        forget()
+        sys.excepthook = sys.__excepthook__
+        ctypes.CDLL(None).signal(signal.SIGABRT, None)
 
 
 def catch_errors() -> None:
@@ -130,6 +140,7 @@ def finish() -> None:
         _claim()
         print(f"jaxcoll: this process ended well, the job did not: {watchdog.verdict.text}", file=sys.stderr)
         leave(exit_code(watchdog.verdict.error()), watchdog.verdict.text)
+    watchdog.leaving = True
     jax.distributed.shutdown()  # waits for everyone, so it is still watched
     watchdog.stop()
     watch(None)
@@ -138,7 +149,7 @@ def finish() -> None:
 def _finish() -> None:
     try:
         finish()
-    except Exception as error:
+    except BaseException as error:  # an interrupt too: the interpreter would pass over it, and JAX wait on
         leave_by(error)
 
 

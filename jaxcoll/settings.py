@@ -112,7 +112,7 @@ class Settings:
         """
         environment = os.environ if environment is None else environment
         found: dict[str, Any] = {
-            field: _flag(environment, name) for field, name in VARIABLES.items() if name in environment
+            field: flag(environment, name) for field, name in VARIABLES.items() if name in environment
         }
         if KERNELS_VARIABLE in environment:
             found["kernels"] = _kernels(environment)
@@ -149,7 +149,12 @@ class Settings:
         return "rocm" in getattr(jax.devices()[0].client, "platform_version", "").lower()
 
 
-def _flag(environment: Mapping[str, str], name: str) -> bool:
+def flag(environment: Mapping[str, str], name: str) -> bool:
+    """Whether a variable that is set says on.
+
+    Raises:
+        SettingsError: it says neither on nor off.
+    """
     value = environment[name].strip().lower()
     if value not in _TRUE + _FALSE:
         allowed = ", ".join(_TRUE + _FALSE)

@@ -57,6 +57,7 @@ class Watchdog:
         self.order = Order()
         self.verdict: Verdict | None = None
         self.raised = False
+        self.leaving = False  # all have ended well, and leave JAX's runtime together
         self.plan: Callable[[], str] | None = None  # describes the latest step
         self._give_up = give_up
         self._stop = threading.Event()
@@ -216,11 +217,12 @@ class Watchdog:
                 record = json.loads(end)
                 peer.step, peer.reason, peer.order = record["step"], record["reason"], tuple(record["order"])
                 peer.code = record["code"]
-            elif beat := found.get(f"beat.{rank}"):
+            if beat := found.get(f"beat.{rank}"):
                 record = json.loads(beat)
                 if record["count"] != peer.count:
                     peer.count, peer.heard, peer.doing = record["count"], now, record["doing"]
-                    peer.step, peer.order = record["step"], tuple(record["order"])
+                    if peer.code is None:
+                        peer.step, peer.order = record["step"], tuple(record["order"])
         self._contact = now
         if self.verdict is None and "verdict" in found:
             self.verdict = Verdict(*json.loads(found["verdict"]))
@@ -258,17 +260,20 @@ class Watchdog:
         if quiet > self.peer_seconds:
             service = f"its coordination service at {self.coordinator}"
             return f"process 0 is lost or cut off: {service} has not answered for {quiet:.0f} s"
-        silent = [rank for rank, peer in self.peers.items() if peer.code is None and self._silent(peer)]
-        if silent:
+        if silent := [rank for rank, peer in self.peers.items() if self._beats(peer) and self._silent(peer)]:
             return self._said(silent, f"silent for more than {self.peer_seconds:g} s")
         if failed := [rank for rank, peer in self.peers.items() if peer.code]:
             return self._said(failed, "no longer there")
         left = [rank for rank, peer in self.peers.items() if peer.code == 0 and self._needs(peer)]
         return self._said(left, f"gone while process {self.process_id} is at {self._here()}") if left else None
 
+    def _beats(self, peer: Peer) -> bool:
+        """Whether it should: one that has ended well does so until all leave."""
+        return peer.code is None or (self.leaving and peer.code == 0)
+
     def _needs(self, peer: Peer) -> bool:
         flight = self._in_flight()
-        return flight is not None and (peer.step < self.step or flight.patient)
+        return flight is not None and (peer.order[0] < self.order.position or flight.patient)
 
     def _late(self) -> str | None:
         """Whether the step in flight takes too long, and who has not come to it."""
@@ -302,9 +307,10 @@ class Watchdog:
     def _status(self, rank: int, peer: Peer) -> str:
         where = f"process {rank} at step {peer.step} ({peer.doing})"
         if peer.code is not None:
-            return f"process {rank} ended after step {peer.step} with exit code {peer.code}" + (
-                f": {peer.reason}" if peer.reason else ""
-            )
+            where = f"process {rank} ended after step {peer.step} with exit code {peer.code}"
+            where += f": {peer.reason}" if peer.reason else ""
+        if not self._beats(peer):
+            return where
         return f"{where}, silent for {time.monotonic() - peer.heard:.0f} s" if self._silent(peer) else where
 
 

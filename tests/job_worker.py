@@ -6,6 +6,7 @@ python job_worker.py FAULT VICTIM: what goes wrong, and in which process.
 import os
 import signal
 import sys
+import threading
 import time
 
 import jax
@@ -46,9 +47,20 @@ def fail(fault: str) -> None:
         time.sleep(60)
 
 
+def fork() -> None:
+    """A child that ends as Python programs end, and is no process of the job; how well it ends is JAX's affair."""
+    if (child := os.fork()) == 0:
+        sys.exit()
+    os.waitpid(child, 0)
+
+
 def main(fault: str, victim: int) -> None:
+    if fault == "joining" and os.environ["JAXCOLL_PROCESS_ID"] == str(victim):
+        jax.distributed.initialize = lambda *_, **__: fail("SIGKILL")  # it has come, and does not join
     job = distributed.initialize()
     mine = job.process_id == victim
+    if fault == "leaving" and mine:
+        jax.distributed.shutdown = lambda: fail("SIGKILL")  # it has ended well, and does not leave with the others
     topology = Topology(attn_dp=jax.device_count())
     rows = 8 if fault == "rows" and mine else 4
     order = programs(topology, rows)
@@ -61,6 +73,8 @@ def main(fault: str, victim: int) -> None:
     for number in range(STEPS):
         if number == FAULTY_STEP and mine and fault == "exits":
             fail(fault)
+        if number == FAULTY_STEP and mine and fault == "forks":
+            fork()
         values = order[number % 2](values)  # on its way, not yet done
         if number == FAULTY_STEP and mine:
             fail(fault)
@@ -68,6 +82,13 @@ def main(fault: str, victim: int) -> None:
     turns = np.arange(topology.world * rows) + STEPS // 2
     assert np.array_equal(found, turns), found  # turned an even number of times
     print("equal", flush=True)
+    if fault == "interrupted":  # the victim waits for the others, who take longer
+        if not mine:
+            time.sleep(4)
+        else:
+            timer = threading.Timer(1, os.kill, [os.getpid(), signal.SIGINT])
+            timer.daemon = True
+            timer.start()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from shared_store import Store
 from jaxcoll import agreement, all_gather, step
 from jaxcoll.agreement import agree
 from jaxcoll.coordination import DisagreementError, PeerTimeout
+from jaxcoll.settings import SettingsError
 from jaxcoll.topology import Topology
 
 
@@ -87,7 +88,9 @@ def test_one_process_agrees_with_itself_and_asks_nobody(monkeypatch):
 
 
 def test_the_environment_is_versions_flags_and_settings(store, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "--b=2 --a=1 --xla_dump_to=/somewhere --xla_force_host_platform_device_count=2")
+    monkeypatch.setenv(
+        "XLA_FLAGS", "--b=3 --b=2 --a=1 --xla_dump_to=/somewhere --xla_force_host_platform_device_count=2"
+    )
     monkeypatch.setenv("JAXCOLL_DP_USE_GATHERV", "on")
     monkeypatch.setenv("PYTHONHASHSEED", "5")
     monkeypatch.setattr(agreement, "agree", lambda what, items: store.held.update(items))
@@ -95,6 +98,13 @@ def test_the_environment_is_versions_flags_and_settings(store, monkeypatch):
     assert store.held["XLA_FLAGS"] == "--a=1 --b=2"
     assert (store.held["jax"], store.held["JAXCOLL_DP_USE_GATHERV"]) == (jax.__version__, "on")
     assert not any("HASH" in name for name in store.held)
+    for text, said in (("", "False"), ("on", "True"), ("1", "True"), ("0", "False")):
+        monkeypatch.setenv("JAXCOLL_CHECK_STEPS", text)
+        agreement.agree_on_environment()
+        assert store.held["JAXCOLL_CHECK_STEPS"] == said
+    monkeypatch.setenv("JAXCOLL_CHECK_STEPS", "maybe")
+    with pytest.raises(SettingsError, match="JAXCOLL_CHECK_STEPS='maybe' is neither on nor off"):
+        agreement.agree_on_environment()
 
 
 def test_a_program_is_known_by_mesh_shapes_collectives_and_text(monkeypatch):

@@ -87,19 +87,43 @@ def test_one_process_knows_all_counts():
             exchange(counts)
 
 
+class Elsewhere:
+    """Devices 0-2 of process 0, 3 and 4 of process 1 (this one), 5-7 of process 2: replicas 1 and 2 are shared."""
+
+    def __init__(self, monkeypatch, told: list[list[int]]):
+        self.told = np.array(told, np.int32)  # what the others would have placed
+        monkeypatch.setattr(step_metadata, "own_ranks", lambda topology: (3, 4))
+        monkeypatch.setattr(step_metadata, "place", self.placed)
+        monkeypatch.setattr(
+            step_metadata.StepExchange, "_processes", property(lambda exchange: [0, 0, 0, 1, 1, 2, 2, 2])
+        )
+
+    def placed(self, values, shardings):
+        mine = (np.arange(8) == 3) | (np.arange(8) == 4)
+        return place([np.where(mine[:, None], values[0], self.told)], shardings)
+
+
+def told(*rows: int, number: int = 1) -> list[list[int]]:
+    return [[count, int(rank == 7), number] for rank, count in enumerate(rows)]
+
+
 def test_counts_of_other_processes_come_over_the_devices(spread, monkeypatch):
-    monkeypatch.setattr(step_metadata, "own_replicas", lambda topology: (1, 2))
+    others = Elsewhere(monkeypatch, told(7, 7, 5, 0, 0, 0, 2, 2))
     exchange = StepExchange(TOPOLOGY)
-    said = np.array([[7, 0, 1], [0, 0, 0], [0, 0, 0], [2, 1, 1]], np.int32)  # what the others would have placed
-
-    def placed(values, shardings):
-        return place([np.where([[True], [False], [False], [True]], said, values[0])], shardings)
-
-    monkeypatch.setattr(step_metadata, "place", placed)
+    assert exchange.own == (1, 2)
     assert exchange({1: 5}) == step_metadata.StepMetadata((7, 5, 0, 2), True, 1)
+    others.told[:3, 2] = 2
     with pytest.raises(DisagreementError) as raised:
         exchange({1: 5})
     assert str(raised.value) == (
-        "the processes are not at the same step: replica 0 at step 1, replica 1 at step 2, replica 2 at step 2, "
-        "replica 3 at step 1"
+        "the processes are not at the same step: process 0 at step 2, process 1 at step 2, process 2 at step 1"
+    )
+
+
+def test_processes_that_share_a_replica_must_bring_the_same_rows(spread, monkeypatch):
+    Elsewhere(monkeypatch, told(7, 7, 5, 0, 0, 3, 2, 2))
+    with pytest.raises(DisagreementError) as raised:
+        StepExchange(TOPOLOGY)({1: 5, 2: 4})
+    assert str(raised.value) == (
+        "the processes that share replica 2 bring different rows: process 1 with 4 rows, process 2 with 3 rows"
     )

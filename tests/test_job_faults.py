@@ -18,10 +18,13 @@ OTHER_FLAG = {"XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_enable_
 # fault -> exit code and words of every survivor; the job has processes 0, 1 and 2.
 FAULTS = {
     "missing": (LOST, r"PeerTimeout: the job did not start: process 1 of 3 did not start within 8 s$"),
+    "joining": (LOST, r"PeerTimeout: the job did not start: process 1 ended before all had joined$"),
     "exits": (LOST, r"process 1 is gone while process \d is at step 4 .*process 1 ended after step 3 with exit code 0"),
     "raises": (LOST, r"process 1 is no longer there; .*step 4 with exit code 1: ZeroDivisionError: as the test asks"),
     "SIGKILL": (LOST, r"PeerTimeout: process 1 is silent for more than 10 s; last reports: process 0 at step 4 "),
     "SIGSTOP": (LOST, r"PeerTimeout: process 1 is silent for more than 10 s; last reports: process 0 at step 4 "),
+    "leaving": (LOST, r"PeerTimeout: process 1 is silent for more than 10 s; last reports: .*"
+                      r"process 1 ended after step 8 with exit code 0, silent for 1\d s"),
     "rows": (DIFFER, r"about program first: shapes: 'int32\[12\] in parts of \[4\]' on processes 0, 2, "
                      r"'int32\[24\] in parts of \[8\]' on process 1;"),
     "flag": (DIFFER, r"the processes disagree about the environment: XLA_FLAGS: '[^']*=0' on processes 0, 2, "
@@ -75,7 +78,7 @@ def test_every_survivor_says_who_and_what(ended, fault):
         assert re.search(words, process.last_words, re.MULTILINE), (rank, process.err)
 
 
-@pytest.mark.parametrize("fault", ["exits", "raises", "SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("fault", ["joining", "exits", "raises", "SIGKILL", "SIGSTOP", "leaving"])
 def test_survivors_end_within_half_a_minute(ended, fault):
     assert seconds_after_fault(ended[fault], VICTIM) < 30
 
@@ -118,9 +121,38 @@ def test_another_config_in_one_process_is_named(tmp_path):
         )
 
 
+def test_other_weights_in_one_process_are_named(tmp_path):
+    """One expert of many, which the other process does not even hold."""
+    config = published(compress_ratios=[0], num_hash_layers=0)
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        tensors = random_tensors(config)
+        if rank:
+            tensors["layers.0.ffn.experts.0.w1.weight"][-1, -1] += 1
+        write_model(tmp_path / str(rank), config, tensors)
+    code = f"import os, sys; from models.cli import main; sys.exit(main({words(tmp_path)}))"
+    said = r"about the model and the request: contents of the weights: '\w{16}' on process 0, '\w{16}' on process 1$"
+    for process in run_job(["-c", code], 2).values():
+        assert process.code == DIFFER, process.err
+        assert re.search(said, process.last_words, re.MULTILINE), process.err
+
+
 def words(folder: Path) -> str:
     """Python source of a command line whose folder depends on the process."""
     return f"['generate', '{folder}/' + os.environ['JAXCOLL_PROCESS_ID'], '--prompt-ids', '1,2', '--devices', '2']"
+
+
+def test_a_process_that_is_interrupted_while_it_waits_for_the_others_ends():
+    job = run_job([WORKER, "interrupted", "1"], 2, change=lambda rank: FAST)
+    assert (job[0].code, job[1].code) == (LOST, 130), job[0].err
+    assert "process 1 ended after step 8 with exit code 130: KeyboardInterrupt" in job[0].last_words
+
+
+def test_a_forked_child_is_no_process_of_the_job():
+    job = run_job(["-W", "ignore", WORKER, "forks", "1"], 2, change=lambda rank: FAST)
+    for process in job.values():
+        assert process.code == 0, process.err
+        assert process.out.splitlines()[-1] == "equal"
 
 
 def test_another_hash_seed_does_not_matter():

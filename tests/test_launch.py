@@ -82,6 +82,29 @@ def test_what_a_process_leaves_behind_is_killed_when_it_ends_well(tmp_path):
     assert [process for process in noted(tmp_path) if is_running(process)] == []
 
 
+def test_what_has_left_its_process_group_is_killed_as_well(tmp_path):
+    script = f"setsid sleep 600 & echo $! > {tmp_path}/$JAXCOLL_PROCESS_ID"  # it holds stdout and stderr
+    assert finish(start(script)) == (0, b"", [])
+    assert len(noted(tmp_path)) == 3
+    assert [process for process in noted(tmp_path) if is_running(process)] == []
+
+
+def test_lines_without_an_end_are_passed_on_in_pieces():
+    code, _, err = finish(start("head -c 200000 /dev/zero | tr '\\0' x >&2", processes=1))
+    assert code == 0
+    assert [line.count(b"x") for line in reversed(err)] == [65536] * 3 + [200000 - 3 * 65536]
+
+
+def test_nobody_has_to_read_stderr():
+    words = [*LAUNCH, "--processes", "2", "--", "sh", "-c", "head -c 200000 /dev/zero >&2; echo done"]
+    line = " ".join(f"'{word}'" for word in words)
+    for end in ("2>&-", "2> >(exec 2>&-; exec true)"):
+        ended = subprocess.run(
+            ["bash", "-c", f"{line} {end}"], env=environment(), cwd=ROOT, stdout=subprocess.PIPE, timeout=60
+        )
+        assert (ended.returncode, ended.stdout) == (0, b"done\n"), end
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 9), (signal.SIGINT, 9), (signal.SIGUSR1, 0)], ids=lambda value: str(value)
 )
@@ -100,8 +123,14 @@ def test_signals_are_forwarded(tmp_path, number, code):
 
 
 def test_processes_end_with_a_launcher_that_is_killed(tmp_path):
-    launched = start(f"echo $$ > {tmp_path}/$JAXCOLL_PROCESS_ID; exec sleep 600", processes=2)
-    until(lambda: len(noted(tmp_path)) == 2, "the processes did not start")
+    """With all that they started, and in whatever process group it is."""
+    script = """
+        sleep 600 & echo $! > NOTES/$JAXCOLL_PROCESS_ID.child
+        setsid sleep 600 & echo $! > NOTES/$JAXCOLL_PROCESS_ID.strayed
+        echo $$ > NOTES/$JAXCOLL_PROCESS_ID; wait
+    """
+    launched = start(script.replace("NOTES", str(tmp_path)), processes=2)
+    until(lambda: len(noted(tmp_path)) == 6, "the processes did not start")
     launched.kill()
     launched.communicate(timeout=20)
     until(lambda: not any(map(is_running, noted(tmp_path))), "processes outlive their launcher")
@@ -110,6 +139,8 @@ def test_processes_end_with_a_launcher_that_is_killed(tmp_path):
 def test_a_signal_that_ends_a_process_counts_128_more():
     code, _, err = finish(start("test $JAXCOLL_PROCESS_ID = 1 && kill -KILL $$; exit 0"))
     assert (code, err) == (137, [b"jaxcoll launch: process 1 was ended by SIGKILL"])
+    code, _, err = finish(start("test $JAXCOLL_PROCESS_ID = 1 && exit 137; exit 0"))
+    assert (code, err) == (137, [b"jaxcoll launch: process 1 ended with exit code 137"])
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,30 @@ def test_who_ended_well_is_missed_only_where_it_is_needed(watchdog, clock, store
     assert said is not None and said.startswith("process 1 is gone while process 0 is at step 2 (decode); last reports")
 
 
+def test_who_ended_well_within_the_same_step_is_missed_by_what_it_has_dispatched(watchdog, clock, store):
+    dispatch(watchdog)
+    end = {"code": 0, "step": 1, "reason": "", "order": [1, watchdog.order.mark]}
+    store.held["jaxcoll/watch/end.1"] = json.dumps(end)
+    with watchdog.dispatching("fetch", "fetch", lambda: "plan", counted=False):
+        pass
+    said = hear(watchdog, clock, 1.0, 2, store=store, step=1, order=watchdog.order)
+    assert said is not None and said.startswith("process 1 is gone while process 0 is at step 1 (fetch); last reports")
+
+
+def test_who_is_lost_while_all_leave_together_is_named(watchdog, clock, store):
+    for rank in (1, 2):
+        store.held[f"jaxcoll/watch/end.{rank}"] = json.dumps({"code": 0, "step": 0, "reason": "", "order": [0, 0]})
+    assert hear(watchdog, clock, 30.0, 2, store=store) is None  # all have ended, whenever they beat
+    watchdog.leaving = True
+    assert hear(watchdog, clock, 1.0, 1, 2, store=store) is None
+    assert hear(watchdog, clock, 6.0, 2, store=store) is None
+    said = hear(watchdog, clock, 6.0, 2, store=store)
+    assert said is not None and said.startswith("process 1 is silent for more than 10 s; last reports: ")
+    assert said.endswith(
+        "process 1 ended after step 0 with exit code 0, silent for 12 s, process 2 ended after step 0 with exit code 0"
+    )
+
+
 def test_who_failed_is_named_with_its_reason(watchdog, clock, store):
     end = {"code": 2, "step": 0, "reason": "no such folder", "order": [0, 0]}
     store.held["jaxcoll/watch/end.2"] = json.dumps(end)

@@ -28,7 +28,7 @@ from models.errors import UserError
 
 INDEX_FILE = "model.safetensors.index.json"
 TRACE_FILE = "trace.safetensors"  # a recorded run that may lie beside the weights
-_NUMPY_DTYPES = {name: jnp.dtype(dtype) for name, dtype in
+READABLE_DTYPES = {name: jnp.dtype(dtype) for name, dtype in
                  (("F32", "float32"), ("BF16", "bfloat16"), ("I32", "int32"), ("I64", "int64"))}  # fmt: skip
 _FLOAT_DTYPES, _INT_DTYPES = ("F32", "BF16"), ("I32", "I64")
 _NAMES_PER_KIND = 5  # how many names an error lists of each kind of fault
@@ -174,7 +174,7 @@ class Checkpoint(contextlib.AbstractContextManager["Checkpoint"]):
         if entry.file not in self._maps:
             with entry.file.open("rb") as file:
                 self._maps[entry.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        mapped, dtype = self._maps[entry.file], _NUMPY_DTYPES[entry.dtype]
+        mapped, dtype = self._maps[entry.file], READABLE_DTYPES[entry.dtype]
         count = math.prod(entry.shape)
         whole = np.frombuffer(mapped, dtype, count, entry.offset).reshape(entry.shape)
         part = np.array(whole[index], order="C")
@@ -385,7 +385,7 @@ def _read_piece(checkpoint: Checkpoint, spec: TensorSpec, piece: _Piece) -> np.n
 
 def _bytes(checkpoint: Checkpoint, spec: TensorSpec, bounds: Bounds) -> int:
     """How much of the files one shard needs."""
-    sizes = {name: _NUMPY_DTYPES[checkpoint.tensors[name][1]].itemsize for name in spec.tensors}
+    sizes = {name: READABLE_DTYPES[checkpoint.tensors[name][1]].itemsize for name in spec.tensors}
     return sum(piece.size * sizes[piece.tensor] for piece in _pieces(spec, bounds))
 
 

@@ -41,6 +41,11 @@ class Trace:
         """Decode steps that feed the input ids and every greedy id but the last."""
         return self.input_ids.shape[1] + self.greedy_ids.shape[1] - 1
 
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        """All of it, in an order that does not depend on the file."""
+        return [self.input_ids, self.greedy_ids, *(self.values[name] for name in sorted(self.values)), *self.topk_ids]
+
     @classmethod
     def load(cls, folder: Path, config: Config) -> Trace:
         """Reads and checks `folder`/trace.safetensors.

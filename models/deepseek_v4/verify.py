@@ -11,6 +11,7 @@ from rich.console import Console
 from models.deepseek_v4 import report
 from models.deepseek_v4.compare import compare
 from models.deepseek_v4.config import Config
+from models.deepseek_v4.contents import hash_of
 from models.deepseek_v4.decoder import TRACE
 from models.deepseek_v4.requests import spread
 from models.deepseek_v4.session import open_session
@@ -46,6 +47,7 @@ def verify(options: VerifyOptions, working: Working) -> tuple[dict[str, Any], li
         counts=options.requests_per_replica,
         settings=options.paths.settings(),
         results=TRACE,
+        contents={"contents of the trace": hash_of(trace.arrays)},
     )
     decoder = session.decoder
     result = compare(decoder, trace, session.homes, working) | {
