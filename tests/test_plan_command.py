@@ -78,6 +78,8 @@ def test_topologies_divide_the_model_and_stay_on_machines():
     assert {ep for _, _, ep, _ in found} == {128} and {tp for _, tp, _, _ in found} == {1, 2, 4, 8}
     small = [(t.attn_tp, t.moe_ep) for t in topologies(config, 6, 8)]
     assert small == [(1, 6), (1, 3), (1, 2), (1, 1), (2, 6), (2, 3), (2, 1)]  # 3 divides no heads; 2 x 3 no mesh
+    sixes = {(t.attn_tp, t.moe_tp) for t in topologies(config, 12, 6)}
+    assert sixes and not any(4 in cut for cut in sixes)  # ranks 4 to 7 would lie on two machines
 
 
 def test_ranks_say_what_bounds_them(capsys):
