@@ -127,6 +127,7 @@ def test_without_matplotlib_one_sentence_says_how_to_install_it(capsys, monkeypa
         (("flash", "--imbalance", "0.5"), "--imbalance must be a number from 1 on, not 0.5"),
         (("flash", "--plot", "plan.txt"), "--plot: a plot's file must end in .png, .svg, .pdf"),
         (("flash", "--gpus", "x"), "must be whole numbers"),
+        (("flash", "--gpus", "8,100000000"), "--gpus must be at most 131072 GPUs, not 100000000"),
         (("none",), "unknown model 'none'"),
         (("flash", "--gpus", "7"), "no topology of 7 GPUs"),
     ],
