@@ -1,8 +1,7 @@
 """What a compiled program communicates: one record per collective instruction, read from its HLO text.
 
-HLO is static, so a collective in a loop or a branch is one record however often it runs, and a ragged
-exchange shows its capacity, not the rows sent. Of Pallas kernels only the calls are seen: one that talked to peers
-itself would be no record.
+HLO is static, so a collective in a loop or a branch is one record however often it runs, and a ragged exchange shows
+its capacity, not the rows sent. Of Pallas kernels only the calls are seen: one that talked to peers would be no record.
 """
 
 from __future__ import annotations
@@ -39,7 +38,11 @@ _COLLECTIVE = re.compile(
     r"|collective-broadcast|send)(?P<start>-start)?\("
 )
 _ASYNC_CALL = re.compile(r"[\w-]+-start\(.*?\), .*?(?:calls|to_apply)=%?(?P<body>[^\s,}]+)")
+# What an instruction runs, branches aside; of reductions `to_apply` is their addition.
+CALLED = re.compile(r"(?:calls|body|condition|to_apply)=%?([^\s,}]+)")
+_GROUPED = re.compile(r"(?P<opcode>[\w-]+)\(.*, (?:replica_groups|source_target_pairs)=")
 SHAPE = re.compile(r"\b(?P<dtype>[a-z]\w*)\[(?P<dims>[\d,<=]*)\]")
+_BRACKETED = re.compile(r"\b[a-z]\w*\[[^\]]*\]")
 _MOSAIC_CALL = re.compile(r'custom-call\(.*?custom_call_target="mosaic_gpu\w*"')
 _OP_NAME = re.compile(r'op_name="(?P<name>(?:[^"\\]|\\.)*)"')
 _FRAME_OF = re.compile(r"stack_frame_id=(\d+)")
@@ -65,8 +68,8 @@ class Collective:
     Attributes:
         kind: what it does.
         group: the mesh axes with more than one member that make up its groups, in mesh order and joined by
-            ","; "self" for one-member groups, "irregular" for groups that are no product of axes. For a
-            permute the smallest such group that holds every source with its target.
+            ","; "self" for one-member groups, "irregular" for groups that are no product of axes. For a permute
+            the smallest such group that holds every source with its target.
         group_size: members of a group (of the largest one if irregular).
         operand_bytes: all operands together; of a ragged exchange the rows' buffer alone (its capacity).
         result_bytes: all results together.
@@ -107,9 +110,9 @@ class Totals:
 def wire_bytes(kind: Kind, group_size: int, operand_bytes: int, result_bytes: int) -> float:
     """Bytes that one device sends, as if over a ring of n members.
 
-    With a full buffer of S bytes: all_reduce 2S(n-1)/n; all_gather (S is the result), reduce_scatter,
-    all_to_all and broadcast (S is the operand) S(n-1)/n; ragged_all_to_all the same on its capacity, which
-    bounds what its counts send; collective_permute S. One-member groups send nothing.
+    With a full buffer of S bytes: all_reduce 2S(n-1)/n; all_gather (S is the result), reduce_scatter, all_to_all and
+    broadcast (S is the operand) S(n-1)/n; ragged_all_to_all the same on its capacity, which bounds what its counts
+    send; collective_permute S. One-member groups send nothing.
     """
     if group_size == 1:
         return 0.0
@@ -123,15 +126,16 @@ def wire_bytes(kind: Kind, group_size: int, operand_bytes: int, result_bytes: in
 def collectives(program: jax.stages.Compiled | str, topology: Topology) -> tuple[Collective, ...]:
     """Every collective of a compiled program, in the order of its text.
 
-    A start/done pair is one record. Partition i of the program is taken to be rank i of the topology, as it
-    is for every program compiled for `topology.mesh`.
+    A start/done pair is one record. Partition i of the program is taken to be rank i of the topology, as it is for
+    every program compiled for `topology.mesh`.
 
     Args:
         program: what `jax.jit(...).lower(...).compile()` returns, or its HLO text.
         topology: names the groups.
 
     Raises:
-        ValueError: the text is no HLO module, or runs on another number of devices than the topology.
+        ValueError: the text is no HLO module, runs on another number of devices than the topology, or has a collective
+            of an unknown kind, groups, operands or shapes.
     """
     text = program if isinstance(program, str) else program.as_text()
     module = Module(text or "", topology.world)
@@ -139,11 +143,7 @@ def collectives(program: jax.stages.Compiled | str, topology: Topology) -> tuple
 
 
 def mosaic_kernels(program: jax.stages.Compiled | str) -> tuple[str, ...]:
-    """The Pallas Mosaic-GPU kernels that a compiled program calls: each call's scope path, the kernel's name last.
-
-    Args:
-        program: as for `collectives`.
-    """
+    """The Pallas Mosaic-GPU kernels that a program (as for `collectives`) calls: scope paths, kernel's name last."""
     text = program if isinstance(program, str) else program.as_text() or ""
     calls = (line for line in text.splitlines() if _MOSAIC_CALL.search(line))
     paths = ((_OP_NAME.search(line) or {"name": "no name/"})["name"].split("/") for line in calls)
@@ -214,6 +214,7 @@ class Module:
         if counts and devices != world:
             raise ValueError(f"the program runs on {devices} devices, but the topology's world has {world}")
         self._types = {(line.computation, line.name): line for line in self.lines}
+        self._spread_async()
 
     def _read(self, text: str) -> None:
         computation = table = ""
@@ -230,6 +231,17 @@ class Module:
             elif (row := _TABLE_ROW.match(raw)) and table != "FunctionNames":
                 self._add_row(row)
 
+    def _spread_async(self) -> None:
+        """What runs within a computation that a start runs, such as a fusion around a collective, is started by it."""
+        inside: dict[str, list[str]] = {}
+        for line in self.lines if self.async_calls else ():
+            inside.setdefault(line.computation, []).extend(CALLED.findall(line.text))
+        waiting = list(self.async_calls)
+        for outer in waiting:
+            new = [name for name in inside.get(outer, ()) if name not in self.async_calls]
+            self.async_calls |= dict.fromkeys(new, self.async_calls[outer])
+            waiting += new
+
     def _add_row(self, row: re.Match[str]) -> None:
         if row["file"] is not None:
             self._files[int(row["id"])] = row["file"]
@@ -242,6 +254,10 @@ class Module:
         """The record of one line, or None if it is no collective; `mesh` is the axes that name groups."""
         match = _COLLECTIVE.match(line.text, len(line.type) + 1)
         if not match:
+            # Only collectives have groups; what ends one may repeat them.
+            grouped = _GROUPED.match(line.text, len(line.type) + 1)
+            if grouped and not grouped["opcode"].endswith(("-done", "-update")):
+                raise ValueError(f"unknown collective {grouped['opcode']!r} in HLO")
             return None
         close = closing(line.text, match.end() - 1)
         operands = [self._operand_type(line, o) for o in split_operands(line.text[match.end() : close])]
@@ -276,13 +292,15 @@ class Module:
         )
 
     def line(self, computation: str, name: str) -> Line:
-        """The instruction of that name in that computation."""
+        """An instruction by its name."""
+        if (computation, name) not in self._types:
+            raise ValueError(f"HLO names an instruction that {computation} does not have: {name}")
         return self._types[computation, name]
 
     def _operand_type(self, line: Line, operand: str) -> str:
         """An operand is written as its name, in older texts after its type."""
         *typed, name = operand.split()
-        return " ".join(typed) or self._types[line.computation, name.lstrip("%")].type
+        return " ".join(typed) or self.line(line.computation, name.lstrip("%")).type
 
     def _source_line(self, metadata: str) -> str | None:
         if old := _FILE_LINE.search(metadata):
@@ -343,7 +361,9 @@ def _result_types(written: str, match: re.Match[str]) -> list[str]:
 def _bytes(type_text: str) -> int:
     """Bytes of a shape or of all shapes in a tuple; four-bit elements two to a byte."""
     total = 0
-    for shape in SHAPE.finditer(type_text):
+    for written in _BRACKETED.findall(type_text):
+        if not (shape := SHAPE.fullmatch(written)):
+            raise ValueError(f"unknown size of an HLO shape: {written!r}")
         elements = math.prod(int(d.lstrip("<=")) for d in shape["dims"].split(",") if d)
         total += -(-elements * _bits(shape["dtype"]) // 8)
     return total

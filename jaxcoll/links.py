@@ -125,12 +125,14 @@ def collective_seconds(transfer: Transfer, topology: Topology, fleet: Machines, 
 
 
 def spans(transfer: Transfer, topology: Topology, gpus_per_host: int) -> tuple[int, int]:
-    """Machines that a transfer's groups span, and members of a group on the fullest of them."""
+    """Machines that the widest of a transfer's groups spans, and its members on the fullest of them."""
     axes = topology.axes
     chosen = [i for i, axis in enumerate(axes) if axis in transfer.group.split(",")]
     ranks = np.arange(topology.world).reshape(tuple(axes.values()))
     group = ranks.transpose([i for i in range(len(axes)) if i not in chosen] + chosen).reshape(-1, transfer.group_size)
-    _, members = np.unique(group[0] // gpus_per_host, return_counts=True)
+    machine = np.sort(group // gpus_per_host, axis=1)
+    widest = np.count_nonzero(np.diff(machine, axis=1), axis=1).argmax()  # every collective waits for it
+    _, members = np.unique(machine[widest], return_counts=True)
     return len(members), int(members.max())
 
 

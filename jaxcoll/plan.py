@@ -64,6 +64,11 @@ class LayerPlan:
         return _mode(self.gather)
 
     @property
+    def by_count(self) -> bool:
+        """Whether rows travel by their counts, where the transport can: padding stays behind."""
+        return self.exchange is not None or self.gather == "gather_v" or self.combine == "reduce_scatter_v"
+
+    @property
     def batches(self) -> int:
         """Parts in which a replica's rows pass a layer."""
         return 2 if self.exchange and self.exchange.overlap == "two_batch" else 1

@@ -76,18 +76,22 @@ def refuse_exchange(settings: Settings) -> None:
         )
 
 
-def compiler_options(topology: Topology, exchange: Exchange | None) -> dict[str, bool]:
-    """XLA options under which an exchange does what its plan says; none without an exchange, or on CPU.
+def compiler_options(topology: Topology, exchange: Exchange | None, *, by_count: bool) -> dict[str, bool]:
+    """XLA options under which rows travel as their plan says; none on CPU.
 
     The latency-hiding scheduler puts independent work between the start and the end of an exchange; XLA's default one
-    does so for the shared expert alone. Over several hosts XLA replaces a ragged exchange by an all_gather of the
-    whole padded buffer and more, unless told not to; whether the plain exchange runs on real networks has not been
-    measured.
+    does so for the shared expert alone. Over several hosts XLA replaces a ragged exchange, also that of gather_v and
+    reduce_scatter_v, by an all_gather of the whole padded buffer and more, unless told not to; whether the plain
+    exchange runs on real networks has not been measured.
+
+    Args:
+        exchange: of an all-to-all plan.
+        by_count: see `LayerPlan.by_count`.
     """
-    if exchange is None or topology.mesh.devices.flat[0].platform == "cpu":
+    if topology.mesh.devices.flat[0].platform == "cpu":
         return {}
-    options = {"xla_gpu_enable_latency_hiding_scheduler": True}
-    if topology.hosts != 1:
+    options = {"xla_gpu_enable_latency_hiding_scheduler": True} if exchange else {}
+    if by_count and topology.hosts != 1:
         options["xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer"] = False
     return options
 

@@ -13,16 +13,18 @@ from collections.abc import Iterator
 
 import jax
 
-from jaxcoll.hlo import SHAPE, Collective, Line, Module, closing, source_path, split_operands
+from jaxcoll.hlo import CALLED, SHAPE, Collective, Line, Module, closing, source_path, split_operands
 from jaxcoll.replica_groups import IRREGULAR, Axes
 from jaxcoll.topology import Topology
 
 _ENTRY = re.compile(r"^ENTRY %?([^\s(]+)", re.MULTILINE)
-_CALLED = re.compile(r"(?:calls|body|to_apply)=%?([^\s,}]+)")
+_LISTED = re.compile(r"called_computations=\{([^}]*)\}")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}|(?:true|false)_computation=%?([^\s,}]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _STRATEGY = re.compile(r'"kernel_strategy":"KERNEL_STRATEGY_(\w+)"')
 _OPCODE = re.compile(r"([\w-]+)\(")
+# A step of something asynchronous after its start; older texts write the operand's type before its name.
+END = re.compile(r"[\w-]+-(?P<step>done|update)\((?:\(.*?\) |\S+\[\S* )?%?(?P<of>[^\s,()]+)[),]")
 _MOVES_NOTHING = frozenset("parameter constant tuple get-tuple-element bitcast copy partition-id after-all".split())
 
 
@@ -100,10 +102,13 @@ class Reader:
         if (opcode := opcode_of(line)) == "conditional":
             found = [a or b for a, b in _BRANCHES.findall(line.text)]
             return [name.strip(" %") for names in found for name in names.split(",")]
-        if opcode in ("fusion", "while", "call") or opcode.endswith("-start"):
-            calls = _CALLED.findall(line.text) if "to_apply" not in line.text or opcode == "call" else []
-            return [name for name in calls if name in self.computations]
-        return []
+        if opcode == "custom-call":
+            calls = [name.strip(" %") for names in _LISTED.findall(line.text) for name in names.split(",")]
+        elif opcode in ("fusion", "while", "call", "call-start"):
+            calls = CALLED.findall(line.text)
+        else:
+            calls = CALLED.findall(line.text) if opcode.endswith("-start") and "to_apply" not in line.text else []
+        return [name for name in calls if name in self.computations]
 
     def collectives(self, name: str, axes: dict[str, int], *, in_branch: bool) -> Iterator[Scheduled]:
         lines = self.computations[name]
@@ -112,7 +117,7 @@ class Reader:
                 yield self.scheduled(record, line.text, lines, at, in_branch)
                 continue
             maybe = opcode_of(line) == "conditional" or (opcode_of(line) == "while" and not _TRIPS.search(line.text))
-            for body in self.called(line) if opcode_of(line) != "fusion" else ():
+            for body in self.called(line):
                 for inner in self.collectives(body, axes, in_branch=in_branch or maybe):
                     if opcode_of(line).endswith("-start"):  # a wrapper: its start and end are what counts
                         inner = self.scheduled(inner.collective, line.text, lines, at, in_branch)
@@ -125,11 +130,12 @@ class Reader:
 
     def between(self, lines: list[Line], at: int) -> tuple[str, ...]:
         """What is computed after the start at `at` and before its done."""
-        done = re.compile(rf"[\w-]+-(?:done|update)\(%?{re.escape(lines[at].name)}[),]")
-        found: dict[str, None] = {}
+        held, found = lines[at].name, dict[str, None]()
         for line in lines[at + 1 :]:
-            if done.match(line.text, len(line.type) + 1):
-                return tuple(found)
+            if (end := END.match(line.text, len(line.type) + 1)) and end["of"] == held:
+                if end["step"] == "done":
+                    return tuple(found)
+                held = line.name
             opcode = opcode_of(line)
             if opcode not in _MOVES_NOTHING and not opcode.endswith(("-start", "-done", "-update")):
                 found[source_path(line.text) or line.name] = None

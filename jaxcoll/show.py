@@ -6,12 +6,13 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import core
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxcoll.html import COLOURS, table_html
-from jaxcoll.states import State
+from jaxcoll.states import State, states
 
 _MOST_NUMBERS = 16  # of a shard, beyond which only its shape is told
 
@@ -26,7 +27,8 @@ class Holding:
         part: index ranges of the whole array, such as "[2:4, :]".
         shape: of the part.
         numbers: the part's numbers, where they are few and here; else "".
-        copy_of: the first device that holds the same part; its own id where it is the first.
+        copy_of: the first device that holds the same part; its own id where it is the first. Addends of one part are
+            no copies.
     """
 
     device: int
@@ -43,7 +45,7 @@ class Holdings:
 
     Attributes:
         title: of the array.
-        states: over each mesh axis, "REPLICA" or "SHARD"; inside shard_map also "PARTIAL".
+        states: over each mesh axis, "REPLICA", "SHARD" or "PARTIAL".
         devices: in order of their ids; empty for a value inside shard_map, where one program stands for all devices.
     """
 
@@ -92,6 +94,7 @@ def show_states(x: jax.Array) -> Holdings:
 
     Raises:
         TypeError: `x` is none of these.
+        StateError: a value inside a shard_map with check_vma=False, whose type tells no state.
     """
     if isinstance(x, core.Tracer):
         return _of_a_type(x)
@@ -99,31 +102,27 @@ def show_states(x: jax.Array) -> Holdings:
     if sharding is None:
         raise TypeError(f"show_states shows arrays on devices, not {type(x).__name__}")
     here = {s.device.id: s.data for s in x.addressable_shards} if isinstance(x, jax.Array) else {}
-    first: dict[str, int] = {}
-    found = []
-    cut = sorted(sharding.devices_indices_map(x.shape).items(), key=lambda item: item[0].id)
+    first: dict[tuple[str, ...], int] = {}
+    found, kinds = [], _states(sharding)
+    addends = {axis for axis, state in kinds.items() if state == str(State.PARTIAL)}
+    cut = sorted(_whole_or_cut(sharding).devices_indices_map(x.shape).items(), key=lambda item: item[0].id)
     for device, index in cut:
         part, shape = _part(index or (), x.shape)
-        copy_of = first.setdefault(part, device.id)
-        numbers = _numbers(here.get(device.id), shape)
-        found.append(Holding(device.id, _place(sharding, device), part, shape, numbers, copy_of))
-    kinds = _states(sharding)
+        at = _coordinates(sharding, device)
+        copy_of = first.setdefault((part, *(f"{axis} {at[axis]}" for axis in addends)), device.id)
+        place = ", ".join(f"{axis} {n}" for axis, n in at.items())
+        found.append(Holding(device.id, place, part, shape, _numbers(here.get(device.id), shape), copy_of))
     told = ", ".join(f"{state} over {axis}" for axis, state in kinds.items())
-    name = f"{np.dtype(x.dtype).name}{list(x.shape)}"
+    name = f"{x.dtype}{list(x.shape)}"
     return Holdings(f"{name}: {told}" if told else name, kinds, tuple(found))
 
 
 def _of_a_type(x: Any) -> Holdings:
     aval = jax.typeof(x)
-    kind, axes = aval.mat, jax.sharding.get_abstract_mesh().manual_axes
-    states = {
-        a: str(State.PARTIAL if a in kind.unreduced else State.SHARD if a in kind.varying else State.REPLICA)
-        for a in axes
-    }
-    told = ", ".join(f"{state} over {axis}" for axis, state in states.items())
-    return Holdings(
-        f"each rank's {np.dtype(aval.dtype).name}{list(aval.shape)}: {told or 'outside shard_map'}", states, ()
-    )
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    found = {axis: str(state) for axis, state in states(x, axes).items()}
+    told = ", ".join(f"{state} over {axis}" for axis, state in found.items())
+    return Holdings(f"each rank's {aval.dtype}{list(aval.shape)}: {told or 'outside shard_map'}", found, ())
 
 
 def _part(index: tuple[slice, ...], whole: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
@@ -132,26 +131,40 @@ def _part(index: tuple[slice, ...], whole: tuple[int, ...]) -> tuple[str, tuple[
     return f"[{', '.join(words)}]", tuple(b - a for a, b, _ in ranges)
 
 
-def _place(sharding: Any, device: Any) -> str:
+def _coordinates(sharding: Any, device: Any) -> dict[str, int]:
+    """A device's place on the mesh; empty where there is none."""
     if not isinstance(sharding, NamedSharding):
-        return ""
+        return {}
     (at,) = np.argwhere(sharding.mesh.devices == device)
-    return ", ".join(f"{axis} {n}" for axis, n in zip(sharding.mesh.axis_names, at.tolist(), strict=True))
+    return dict(zip(sharding.mesh.axis_names, at.tolist(), strict=True))
+
+
+def _whole_or_cut(sharding: Any) -> Any:
+    """The same sharding for JAX's index maps, which know no addends: each device's has the size of what it adds to."""
+    if not isinstance(sharding, NamedSharding) or not sharding.spec.unreduced:
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*_cuts(sharding.spec)))
+
+
+def _cuts(spec: PartitionSpec) -> tuple[Any, ...]:
+    """What cuts each dimension; in 0.12 a spec that names addends refuses to be unpacked."""
+    return tuple(getattr(spec, "partitions", spec))
 
 
 def _states(sharding: Any) -> dict[str, str]:
-    """Over each axis with members; an array between steps is whole or cut, never an addend."""
+    """Over each axis with members."""
     if not isinstance(sharding, NamedSharding):
         return {}
-    cut = {axis for part in sharding.spec if part for axis in (part if isinstance(part, tuple) else (part,))}
+    cut = {axis for part in _cuts(sharding.spec) if part for axis in (part if isinstance(part, tuple) else (part,))}
+    partial = sharding.spec.unreduced
     return {
-        axis: str(State.SHARD if axis in cut else State.REPLICA)
+        axis: str(State.PARTIAL if axis in partial else State.SHARD if axis in cut else State.REPLICA)
         for axis, size in sharding.mesh.shape.items()
         if size > 1
     }
 
 
 def _numbers(data: Any, shape: tuple[int, ...]) -> str:
-    if data is None or np.prod(shape) > _MOST_NUMBERS:
+    if data is None or np.prod(shape) > _MOST_NUMBERS or jnp.issubdtype(data.dtype, jax.dtypes.extended):
         return ""
     return np.array2string(np.asarray(data), precision=4, separator=", ").replace("\n", "")

@@ -6,7 +6,6 @@ Read from HLO text, where a scheduled program's instructions stand in the order 
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Literal
 
 import jax
@@ -14,12 +13,11 @@ import jax
 from jaxcoll.explain import group_name
 from jaxcoll.hlo import Collective, Line, source_path
 from jaxcoll.replica_groups import IRREGULAR, Axes
-from jaxcoll.schedule import Reader, opcode_of
+from jaxcoll.schedule import END, Reader, opcode_of
 from jaxcoll.topology import Topology
 
 Lane = Literal["communication", "computation"]
 
-_DONE = re.compile(r"[\w-]+-done\(%?([^\s,)]+)")
 # No work of its own: names for values, and what is decided before the program starts.
 _FREE = frozenset("parameter constant tuple get-tuple-element bitcast partition-id replica-id after-all".split())
 
@@ -70,9 +68,10 @@ def bars(
     started: dict[str, int] = {}
     named = ""
     for line in reader.computations[reader.entry]:
-        if done := _DONE.match(line.text, len(line.type) + 1):
-            if (at := started.get(done[1])) is not None:
-                found[at] = dataclasses.replace(found[at], end=len(found))
+        if end := END.match(line.text, len(line.type) + 1):
+            if (at := started.get(end["of"])) is not None:
+                found[at] = dataclasses.replace(found[at], end=max(len(found), at + 1))
+                started[line.name] = at
         elif opcode_of(line) not in _FREE:
             sent = _sent(reader, line, topology, machines)
             path = source_path(line.text) or ""
@@ -94,8 +93,9 @@ def _bar(position: int, scope: str, sent: dict[str, float]) -> Bar:
 def _sent(reader: Reader, line: Line, topology: Topology, machines: Axes) -> dict[str, float]:
     """Wire bytes by kind and group of what an instruction communicates, however deep; of all branches."""
     sent: dict[str, float] = {}
-    by_machine = _collectives(reader, line, dict(machines))
-    for one, other in zip(_collectives(reader, line, topology.axes), by_machine, strict=True):
+    found = _collectives(reader, line, topology.axes)
+    by_machine = _collectives(reader, line, dict(machines)) if machines else found
+    for one, other in zip(found, by_machine, strict=True):
         axes = one.group.split(",")
         group = group_name(topology, axes) if set(axes) <= set(topology.axes) else one.group
         label = f"{one.kind}({other.group if group == IRREGULAR and machines else group})"

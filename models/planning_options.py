@@ -10,8 +10,8 @@ from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 from models.errors import UserError
 from models.options import NUMBERS, OptionalSize, Options, PathOptions, Size, TopologySizes
 
+MOST_GPUS = 2**17  # of one job; 65,536 were tried, and a number far beyond would compute for hours
 Target = Literal["h100", "h200", "b200"]
-MOST_GPUS = 2**16  # of one job; each is an object on this machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class CompileOptions(Options):
 
     def check(self) -> None:
         _ = self.compiler_options
-        _check_gpus(self.world)
+        _check_gpus("--hosts times --gpus-per-host", self.world)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,14 +117,14 @@ class PlanOptions(Options):
         for name, numbers in (("--gpus", self.gpus), ("--tokens-per-gpu", self.tokens_per_gpu)):
             if not numbers or 0 in numbers:
                 raise UserError(f"{name} must be numbers from 1 on, not {','.join(map(str, numbers))}")
-        _check_gpus(max(self.gpus))
+        _check_gpus("--gpus", max(self.gpus))
         if not 1 <= self.imbalance < math.inf:
             raise UserError(f"--imbalance must be a number from 1 on, not {self.imbalance}")
 
 
-def _check_gpus(gpus: int) -> None:
+def _check_gpus(name: str, gpus: int) -> None:
     if gpus > MOST_GPUS:
-        raise UserError(f"{gpus} GPUs were asked for; a job has at most {MOST_GPUS}")
+        raise UserError(f"{name} must be at most {MOST_GPUS} GPUs, not {gpus}")
 
 
 def _compiler_option(text: str) -> tuple[str, bool | int | str]:

@@ -26,7 +26,8 @@ from models.deepseek_v4.bridge import Bridge
 from models.deepseek_v4.cache import cache_shapes
 from models.deepseek_v4.config import Config
 from models.deepseek_v4.model import DeepSeekV4
-from models.deepseek_v4.program import abstract_parameters, compile_decode
+from models.deepseek_v4.program import abstract_parameters, compile_decode, plan_decode, predicted_transfers
+from models.deepseek_v4.published import named_config, of_dtype
 
 GATHERS, COMBINES = ("gather_v", "sum_len", "max_len"), ("all_reduce", "reduce_scatter_v", "reduce_scatter")
 WIDTH = 64
@@ -118,6 +119,19 @@ def test_bf16_on_gpus_that_are_not_there_is_as_predicted(sizes):
         ragged = {"gather"} if plan.gather == "gather_v" else set()
         ragged |= {"combine"} if plan.combine == "reduce_scatter_v" else set()
         assert {t.purpose for t in transfers if t.kind == "ragged_all_to_all"} == ragged, name
+
+
+@pytest.mark.slow
+def test_over_hosts_rows_by_count_are_as_predicted():
+    topology = Topology(4, 1, devices=gpu_devices("h200", 2, 2))
+    config = of_dtype(named_config("tiny")[1], "bf16")
+    settings = Settings(gather="gather_v", combine="reduce_scatter_v")
+    plan = plan_decode(config, topology, (2, 1, 0, 1), settings)
+    model = DeepSeekV4(config, topology, settings)
+    caches = cache_shapes(config, plan.rows.rows * 4, 64)
+    step = compile_decode(model, plan, abstract_parameters(model), caches, ("logits",), compile_only)
+    real = hlo.totals(c for c in hlo.collectives(step.compiled, topology) if c.group_size > 1)
+    assert bytes_of(cost.totals(predicted_transfers(model, plan))) == bytes_of(real)
 
 
 # What the ragged transport sends by the counts, rank by rank, against what the cost model says.

@@ -325,6 +325,26 @@ def test_unknown_groups_and_element_types_are_refused():
         of_snippet(f"  %p = q9[4] parameter(0)\n  %r = q9[4] all-reduce(%p), {GROUPS}")
 
 
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("f32[?,4] all-reduce(%p)", r"unknown size of an HLO shape: 'f32\[\?,4\]'"),
+        ("f32[8,4] collective-mix(%p)", "unknown collective 'collective-mix'"),
+        ("f32[8,4] all-reduce(%gone)", "main does not have: gone"),
+    ],
+)
+def test_what_cannot_be_counted_is_refused(line, problem):
+    with pytest.raises(ValueError, match=problem):
+        of_snippet(f"  %p = f32[8,4] parameter(0)\n  ROOT %r = {line}, {GROUPS}")
+
+
+def test_what_ends_a_collective_may_repeat_its_groups():
+    (c,) = of_snippet(f"""  %p = f32[8,4] parameter(0)
+  %s = ((f32[8,4]), f32[8,4]) all-reduce-start(%p), {GROUPS}
+  ROOT %d = f32[8,4] all-reduce-done(%s), {GROUPS}""")
+    assert (c.name, c.is_async) == ("s", True)
+
+
 MOSAIC_CALLS = """HloModule jit_step
 ENTRY %main (x: f32[2,1,256]) -> f32[2,1,256] {
   %x = f32[2,1,256]{2,1,0} parameter(0)

@@ -33,6 +33,11 @@ def test_groups_live_on_machines(group, size, wanted):
     assert spans(moved("all_reduce", group, size, 8, 8), TWO_HOSTS, 8) == wanted
 
 
+def test_the_widest_group_counts():
+    """Of four ranks each on machines of six, the first group lies on one machine and the second on two."""
+    assert spans(moved("all_reduce", "attn_tp", 4, 8, 8), Topology(3, 4, devices=range(12)), 6) == (2, 2)
+
+
 def test_a_group_on_one_machine_uses_nvlink_alone():
     t = collective_seconds(moved("all_gather", "attn_tp", 4, MIB, 4 * MIB), TWO_HOSTS, H200)
     assert t.start == pytest.approx(START_SECONDS + 2 * 0.6e-6)

@@ -4,6 +4,7 @@
 import pytest
 
 from jaxcoll.schedule import matmul_flops, schedule
+from jaxcoll.timeline import bars
 from jaxcoll.topology import Topology
 
 MESH = Topology(2, 2, devices=range(4))  # axes attn_dp, attn_tp
@@ -130,6 +131,70 @@ ENTRY %main (w: bf16[6,8], x: bf16[3,8], v: f32[6,8], u: f32[8]) -> bf16[3,6] {{
 }}
 """
 )
+
+
+RUNS_ANOTHER = (
+    HEAD
+    + """
+%fused (q: f32[8]) -> f32[8] {
+  %q = f32[8]{0} parameter(0)
+  ROOT %r = f32[8]{0} all-reduce(%q), channel_id=1, replica_groups={{0,1},{2,3}}, use_global_device_ids=true
+}
+
+%wrapped (q: f32[8]) -> f32[8] {
+  %q = f32[8]{0} parameter(0)
+  ROOT %f = f32[8]{0} fusion(%q), kind=kCustom, calls=%fused
+}
+
+%asks (q: f32[8]) -> pred[] {
+  %q = f32[8]{0} parameter(0)
+  %again = f32[8]{0} call(%q), to_apply=%fused
+  ROOT %yes = pred[] constant(true)
+}
+
+%same (q: f32[8]) -> f32[8] {
+  ROOT %q = f32[8]{0} parameter(0)
+}
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  BODY
+  ROOT %end = f32[8]{0} bitcast(%x)
+}
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "is_async", "meanwhile", "in_branch"),
+    [
+        ("%f = f32[8]{0} fusion(%x), kind=kCustom, calls=%fused", False, (), False),
+        ('%c = f32[8]{0} custom-call(%x), custom_call_target="t", called_computations={%same, %fused}', False, (), False),
+        ("%w = f32[8]{0} while(%x), condition=%asks, body=%same", False, (), True),
+        (
+            "%s = ((f32[8]{0}), f32[8]{0}, u32[]) call-start(%x), to_apply=%fused\n"
+            "  %work = f32[8]{0} negate(%x)\n  %d = f32[8]{0} call-done(((f32[8]{0}), f32[8]{0}, u32[]) %s)",
+            True,
+            ("work",),
+            False,
+        ),
+        (
+            "%s = ((f32[8]{0}), f32[8]{0}, u32[]) async-start(%x), calls=%wrapped\n  %work = f32[8]{0} negate(%x)\n"
+            "  %u = ((f32[8]{0}), f32[8]{0}, u32[]) async-update(%s)\n  %more = f32[8]{0} abs(%x)\n"
+            "  %d = f32[8]{0} async-done(%u)",
+            True,
+            ("work", "more"),
+            False,
+        ),
+    ],
+)
+def test_a_collective_is_found_however_deep_it_runs(body, is_async, meanwhile, in_branch):
+    text = RUNS_ANOTHER.replace("BODY", body)
+    (found,) = schedule(text, MESH)
+    assert (found.collective.group, found.collective.operand_bytes) == ("attn_tp", 32)
+    assert (found.collective.is_async, found.meanwhile, found.in_branch) == (is_async, meanwhile, in_branch)
+    (sent,) = [bar for bar in bars(text, MESH) if bar.lane == "communication"]
+    assert (sent.label, sent.start, sent.end) == ("all_reduce(attn_tp)", 0, 1 + len(meanwhile))
 
 
 @pytest.mark.parametrize(

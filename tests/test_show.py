@@ -4,10 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxcoll
-from jaxcoll import Topology, declare_partial, show_states
+from jaxcoll import StateError, Topology, declare_partial, show_states
 
 MESH = Topology(2, 3)
 
@@ -65,6 +66,36 @@ def test_inside_shard_map_the_type_tells_the_state():
     jax.make_jaxpr(jax.shard_map(step, mesh=MESH.mesh, in_specs=spec, out_specs=spec))(np.zeros(6, np.float32))
     assert str(told[0]) == "each rank's float32[1]: SHARD over attn_dp, SHARD over attn_tp"
     assert told[1].states == {"attn_dp": "SHARD", "attn_tp": "PARTIAL"}
+
+
+def test_addends_between_steps_are_told_apart_and_are_no_copies():
+    mesh = jax.make_mesh((2, 3), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    x, w = (jax.device_put(jnp.ones(shape), NamedSharding(mesh, P("a", "b"))) for shape in ((2, 6), (4, 6)))
+    with jax.set_mesh(mesh):
+        w = jax.reshard(w, P(None, "b"))
+        summed = P("a", None, unreduced=frozenset({"b"}))
+        y = jax.jit(lambda x, w: jnp.einsum("ij,kj->ik", x, w, out_sharding=summed))(x, w)
+    shown = show_states(y)
+    assert shown.states == {"a": "SHARD", "b": "PARTIAL"}
+    assert [(h.part, h.numbers, h.copy_of) for h in shown.devices] == [
+        (f"[{d // 3}:{d // 3 + 1}, :]", "[[2., 2., 2., 2.]]", d) for d in range(6)
+    ]
+
+
+def test_random_keys_show_where_they_lie_and_no_numbers():
+    shown = show_states(placed(jax.random.split(jax.random.key(0), 2), P("attn_dp")))
+    assert str(shown).splitlines()[:2] == [
+        "key<fry>[2]: SHARD over attn_dp, REPLICA over attn_tp",
+        "device 0 (attn_dp 0, attn_tp 0): [0:1]",
+    ]
+
+
+def test_without_checked_types_no_state_is_claimed():
+    unchecked = jax.shard_map(
+        lambda x: (show_states(x), x)[1], mesh=MESH.mesh, in_specs=P("attn_dp"), out_specs=P("attn_dp"), check_vma=False
+    )
+    with pytest.raises(StateError, match="called with check_vma=False"):
+        jax.make_jaxpr(unchecked)(np.zeros(6, np.float32))
 
 
 def test_what_is_no_array_is_refused():

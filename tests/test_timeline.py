@@ -91,3 +91,14 @@ def test_what_is_no_program_is_refused():
         bars("once upon a time", TOPOLOGY)
     with pytest.raises(ValueError, match="8 devices, but the topology's world has 4"):
         bars(SCHEDULE, jc.Topology(4, 1))
+
+
+def test_a_permute_needs_no_machines():
+    text = """HloModule m, num_partitions=8
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %p = f32[4] parameter(0)
+  ROOT %r = f32[4] collective-permute(%p), channel_id=1, source_target_pairs={{0,1},{1,0}}
+}
+"""
+    assert bars(text, TOPOLOGY) == [Bar("communication", 0, 1, "other", "collective_permute(attn_tp)", 16.0)]

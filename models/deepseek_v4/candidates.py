@@ -65,8 +65,10 @@ def topologies(config: Config, gpus: int, gpus_per_host: int) -> Iterator[Topolo
     The largest moe_ep is among them whatever moe_tp it leaves: more GPUs may be asked for than experts can use.
     """
     common = math.gcd(gpus, config.n_routed_experts)
-    owners = [n for n in range(common, 0, -1) if common % n == 0 and (n == common or gpus // n <= gpus_per_host)]
+    # Neighbours by n lie on one machine each, and not across two, where n divides a machine's GPUs.
     cuts = [n for n in range(1, min(gpus, gpus_per_host) + 1) if gpus % n == 0]
+    cuts = [n for n in cuts if gpus <= gpus_per_host or gpus_per_host % n == 0]
+    owners = [n for n in range(common, 0, -1) if common % n == 0 and (n == common or gpus // n in cuts)]
     hosts = gpus // gpus_per_host if gpus % gpus_per_host == 0 else 1
     for attn_tp, moe_ep in itertools.product(cuts, owners):
         try:

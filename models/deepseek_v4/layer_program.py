@@ -90,7 +90,7 @@ def compile_layer(
             out_specs=(by_replica, by_replica),
             donate_argnums=(1, 2),
             compiler=compiler,
-            compiler_options=compiler_options(topology, plan.exchange) | (xla_options or {}),
+            compiler_options=compiler_options(topology, plan.exchange, by_count=plan.by_count) | (xla_options or {}),
         )
     return LayerProgram(step, layer, parameters, cache)
 

@@ -75,7 +75,7 @@ def compile_decode(
             out_specs=(by_replica, by_replica),
             donate_argnums=(1,),
             compiler=compiler,
-            compiler_options=compiler_options(topology, plan.exchange),
+            compiler_options=compiler_options(topology, plan.exchange, by_count=plan.by_count),
             name="decode",
             plan=lambda: "\n".join(f"{h.name}: {h.path}, because {h.reason}" for h in plan.hand_overs),
         )
