@@ -31,13 +31,17 @@ def _size(words: list[str]) -> int:
     return _whole(words[0], least=1)
 
 
-def _number_list(words: list[str]) -> tuple[int, ...]:
+def _number_list(words: list[str], least: int = 0) -> tuple[int, ...]:
     try:
-        return tuple(_whole(part, least=0) for part in words[0].split(","))
+        return tuple(_whole(part, least) for part in words[0].split(","))
     except ValueError:
         raise ValueError(
-            f"must be whole numbers from 0 to {LARGEST} separated by commas, such as 5,17,9, not {words[0]!r}"
+            f"must be whole numbers from {least} to {LARGEST} separated by commas, such as 5,17,9, not {words[0]!r}"
         ) from None
+
+
+def _size_list(words: list[str]) -> tuple[int, ...]:
+    return _number_list(words, least=1)
 
 
 def _folder(words: list[str]) -> Path:
@@ -59,6 +63,7 @@ def _is_number_list(value: object) -> bool:
 _SIZE = PrimitiveConstructorSpec(1, "N", _size, lambda v: isinstance(v, int), lambda v: [str(v)])
 _OPTIONAL_SIZE = PrimitiveConstructorSpec(1, "N", _size, lambda v: v is None or isinstance(v, int), lambda v: [str(v)])
 NUMBERS = PrimitiveConstructorSpec(1, "N,N,...", _number_list, _is_number_list, lambda v: [",".join(map(str, v))])
+SIZES = PrimitiveConstructorSpec(1, "N,N,...", _size_list, _is_number_list, NUMBERS.str_from_instance)
 _OPTIONAL_NUMBERS = PrimitiveConstructorSpec(
     1, "N,N,...", _number_list, lambda v: v is None or _is_number_list(v), lambda v: [str(v)]
 )

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from tyro.conf import OmitArgPrefixes, Positional, UseAppendAction, arg
 
 from models.errors import UserError
-from models.options import NUMBERS, OptionalSize, Options, PathOptions, Size, TopologySizes
+from models.options import SIZES, OptionalSize, Options, PathOptions, Size, TopologySizes
 
 MOST_GPUS = 2**17  # of one job; 65,536 were tried, and a number far beyond would compute for hours
 Target = Literal["h100", "h200", "b200"]
@@ -94,11 +94,11 @@ class PlanOptions(Options):
     """flash, pro, tiny, a config.json or a folder with one"""
     target: Target = "h200"
     """GPUs of the job."""
-    gpus: Annotated[tuple[int, ...], NUMBERS] = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+    gpus: Annotated[tuple[int, ...], SIZES] = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
     """Sizes of the job."""
     gpus_per_host: Size = 8
     """GPUs of one machine, joined by NVLink."""
-    tokens_per_gpu: Annotated[tuple[int, ...], NUMBERS] = (1, 8, 64)
+    tokens_per_gpu: Annotated[tuple[int, ...], SIZES] = (1, 8, 64)
     """Rows that each GPU decodes."""
     context: Size = 8192
     """Positions that each request has behind it."""
@@ -114,9 +114,6 @@ class PlanOptions(Options):
     """Print the result as JSON."""
 
     def check(self) -> None:
-        for name, numbers in (("--gpus", self.gpus), ("--tokens-per-gpu", self.tokens_per_gpu)):
-            if not numbers or 0 in numbers:
-                raise UserError(f"{name} must be numbers from 1 on, not {','.join(map(str, numbers))}")
         _check_gpus("--gpus", max(self.gpus))
         if not 1 <= self.imbalance < math.inf:
             raise UserError(f"--imbalance must be a number from 1 on, not {self.imbalance}")

@@ -123,10 +123,11 @@ def test_without_matplotlib_one_sentence_says_how_to_install_it(capsys, monkeypa
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("flash", "--gpus", "0"), "--gpus must be numbers from 1 on, not 0"),
+        (("flash", "--gpus", "0"), "--gpus: must be whole numbers from 1 to"),
         (("flash", "--imbalance", "0.5"), "--imbalance must be a number from 1 on, not 0.5"),
         (("flash", "--plot", "plan.txt"), "--plot: a plot's file must end in .png, .svg, .pdf"),
-        (("flash", "--gpus", "x"), "must be whole numbers"),
+        (("flash", "--gpus", "8,x"), "--gpus: must be whole numbers from 1 to"),
+        (("flash", "--tokens-per-gpu", "8,0"), "--tokens-per-gpu: must be whole numbers from 1 to"),
         (("flash", "--gpus", "8,100000000"), "--gpus must be at most 131072 GPUs, not 100000000"),
         (("none",), "unknown model 'none'"),
         (("flash", "--gpus", "7"), "no topology of 7 GPUs"),
