@@ -145,7 +145,7 @@ def _show(plan: LayerPlan, record: dict[str, Any]) -> None:
     for name in sorted(predicted | compiled):
         told, real = predicted.get(name, {}), compiled.get(name, {})
         numbers = (_number(told, "wire_bytes"), _number(real, "wire_bytes"), _number(real, "operand_bytes"))
-        totals.add_row(name, *numbers, _number(counted, name))
+        totals.add_row(name.replace(",", ", "), *numbers, _number(counted, name))
     console.print(totals)
 
 
