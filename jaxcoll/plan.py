@@ -17,8 +17,7 @@ from jaxcoll.hand_over import Alternative, HandOver, PlanError
 from jaxcoll.html import table_html
 from jaxcoll.kernels import NO_KERNELS, KernelPlan, RowShape, plan_kernels
 from jaxcoll.plan_exchange import Exchange, choose_exchange, refuse_exchange
-from jaxcoll.routing import MAX_ROWS
-from jaxcoll.rows import GatherMode, RowPlan, StepFacts, plan_rows, whole_counts
+from jaxcoll.rows import GatherMode, RowPlan, StepFacts, check_numbered, plan_rows, whole_counts
 from jaxcoll.settings import Settings
 from jaxcoll.topology import Topology
 
@@ -199,8 +198,7 @@ def _rows_in_room(
     """The rows of `counts` in the static shapes of `room`."""
     mode = "max_len" if gather in ("max_len", "none") else "sum_len"
     shapes = plan_rows(room, topology.attn_tp, mode=mode, bucketed=True)
-    if (most := max(shapes.total, topology.attn_dp * shapes.rows)) > MAX_ROWS:
-        raise PlanError(f"a step of {sum(room)} rows would number {most} with padding, which passes 2^31 - 1")
+    check_numbered("with padding, the replicas'", max(shapes.total, topology.attn_dp * shapes.rows))
     exact = plan_rows(counts, topology.attn_tp, mode=mode)
     starts = shapes.starts if mode == "max_len" else exact.starts
     return dataclasses.replace(exact, reason=reason, rows=shapes.rows, total=shapes.total, starts=starts)

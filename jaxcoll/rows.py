@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxcoll.hand_over import PlanError
+from jaxcoll.routing import MAX_ROWS
+
 Mode = Literal["max_len", "sum_len"]
 GatherMode = Literal["gather_v", "sum_len", "max_len"]
 A2A = Literal[
@@ -176,13 +179,13 @@ def plan_rows(
         bucketed: rounds M and G up to buckets, so that few programs serve all counts; off, they are exact.
 
     Raises:
-        ValueError: no replica, a negative or fractional count, an unknown mode, attn_tp below 1, or more rows than
-            32 bits number.
+        ValueError: no replica, a negative or fractional count, an unknown mode, or attn_tp below 1.
+        PlanError: more rows than 32 bits number.
     """
     real = whole_counts(counts)
     if not isinstance(attn_tp, int | np.integer) or attn_tp < 1:
         raise ValueError(f"attn_tp must be a whole number of at least 1, not {attn_tp!r}")
-    _numbered("a replica's", max(real))
+    check_numbered("a replica's", max(real))
     aligned = aligned_counts(np.array(real), attn_tp)
     if mode is not None:
         _one_of("mode", mode, get_args(Mode))
@@ -195,14 +198,15 @@ def plan_rows(
     if chosen == "sum_len":
         held = int(aligned.sum())
         total = min(total, bucket_rows(held, attn_tp)) if bucketed else held
-    _numbered("the replicas'", total)
+    check_numbered("the replicas'", total)
     _, starts = slots(np.array(real), chosen, attn_tp=attn_tp, rows=rows)
     return RowPlan(real, tuple(aligned.tolist()), chosen, reason, rows, total, tuple(starts.tolist()))
 
 
-def _numbered(whose: str, rows: int) -> None:
-    if rows >= 2**31:
-        raise ValueError(f"{whose} {rows} rows are more than 2^31 - 1, which 32 bits can number")
+def check_numbered(whose: str, rows: int) -> None:
+    """Raises PlanError where the last row has no number."""
+    if rows > MAX_ROWS:
+        raise PlanError(f"{whose} rows would be {rows}, which passes 2^31 - 1")
 
 
 def _by_overrides(aligned: Sequence[int], facts: StepFacts) -> tuple[Mode, str] | None:

@@ -187,15 +187,15 @@ def test_counts_that_are_none_are_refused(counts):
 
 
 @pytest.mark.parametrize(
-    ("counts", "rows"),
+    ("counts", "said"),
     [
-        ((2**31,), "a replica's 2147483648"),
-        ((2**64, 1), f"a replica's {2**64}"),
-        ((2**30, 2**30), "the replicas' 2147483648"),
+        ((2**31,), "a replica's rows would be 2147483648"),
+        ((2**64, 1), f"a replica's rows would be {2**64}"),
+        ((2**30, 2**30), "the replicas' rows would be 2147483648"),
     ],
 )
-def test_rows_that_32_bits_cannot_number_are_refused(counts, rows):
-    with pytest.raises(ValueError, match=f"{rows} rows are more than 2.31 - 1, which 32 bits can number"):
+def test_rows_that_32_bits_cannot_number_are_refused(counts, said):
+    with pytest.raises(ValueError, match=f"{said}, which passes 2.31 - 1"):
         plan_rows(counts)
 
 
