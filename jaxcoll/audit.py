@@ -284,11 +284,11 @@ class _Walk:
         carry = real_in[n_test + n_body :]
         self.predicate(eqn, _varying(test.outvars[0]), [test, body])
         while True:
-            held = [ref.axes for ref in real_in if isinstance(ref, _Held)]
+            held = _kept(real_in)
             decided = self.body(test, test_consts + carry)[0]
             grown = self.body(body, body_consts + carry)
             merged = [old | new for old, new in zip(carry, grown, strict=True)]
-            if merged == carry and held == [ref.axes for ref in real_in if isinstance(ref, _Held)]:
+            if merged == carry and held == _kept(real_in):
                 break
             carry = merged
         if decided:
@@ -304,10 +304,10 @@ class _Walk:
         consts, carry = real_in[:n_consts], real_in[n_consts : n_consts + n_carry]
         xs = real_in[n_consts + n_carry :]
         while True:
-            held = [ref.axes for ref in real_in if isinstance(ref, _Held)]
+            held = _kept(real_in)
             out = self.body(body, consts + carry + xs)
             merged = [old | new for old, new in zip(carry, out[:n_carry], strict=True)]
-            if merged == carry and held == [ref.axes for ref in real_in if isinstance(ref, _Held)]:
+            if merged == carry and held == _kept(real_in):
                 return out[:n_carry] + out[n_carry:]
             carry = merged
 
@@ -344,6 +344,10 @@ def _is_call(eqn: Any, body: Any) -> bool:
 def _joined(real: Sequence[Any]) -> Axes:
     """All axes of values; of references none."""
     return NONE.union(*(axes for axes in real if not isinstance(axes, _Held)))
+
+
+def _kept(real: Sequence[Any]) -> list[Axes]:
+    return [ref.axes for ref in real if isinstance(ref, _Held)]
 
 
 def _widen(eqn: Any, real: Sequence[Any]) -> None:

@@ -19,6 +19,7 @@ from jaxcoll.launch import BIND, COORDINATOR, LOCAL_DEVICES, PROCESS_ID, PROCESS
 from jaxcoll.leaving import catch_errors, finish, give_up, guard, leave, leave_by
 from jaxcoll.roll_call import MissingProcess, call_roll
 from jaxcoll.watchdog import PEER_SECONDS, STEP_SECONDS, Watchdog, current
+from jaxcoll.whole import whole_number
 
 CLUSTER = "JAXCOLL_CLUSTER"
 START_TIMEOUT, PEER_TIMEOUT, STEP_TIMEOUT = "JAXCOLL_START_TIMEOUT", "JAXCOLL_PEER_TIMEOUT", "JAXCOLL_STEP_TIMEOUT"
@@ -133,8 +134,7 @@ def _check_place(place: Place) -> None:
     ):
         if value is None:
             raise JobError(f"a job of several processes needs {what}; set {name}")
-        if type(value) is not int or value < least:
-            raise JobError(f"{what} must be a whole number of at least {least}, not {value!r}")
+        whole_number(what, value, least, JobError)
     assert place.processes is not None and place.process_id is not None
     if place.process_id >= place.processes:
         raise JobError(f"{PROCESS_ID} must be from 0 to {place.processes - 1}, not {place.process_id}")

@@ -7,7 +7,6 @@ Weights are [out, in] and have no bias. A module made without `rngs` holds abstr
 from __future__ import annotations
 
 from collections.abc import Iterable
-from numbers import Integral
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcoll.collectives import all_gather, all_reduce, contract
 from jaxcoll.states import State, as_group, require
 from jaxcoll.topology import Topology
+from jaxcoll.whole import whole_number
 
 Array = jax.Array
 
@@ -53,9 +53,7 @@ def _matmul(x: Array, weight: Array) -> Array:
 def _checked_group(size: int, name: str, topology: Topology, group: str | Iterable[str]) -> tuple[str, ...]:
     axes = as_group(group)
     n = topology.size(axes)
-    if not isinstance(size, Integral) or size < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1, not {size!r}")
-    if size % n:
+    if whole_number(name, size) % n:
         raise ValueError(f"{name}={size} cannot be cut into {n} equal parts over ({', '.join(axes)})")
     return axes
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any, Literal, get_args
 
 from jaxcoll.combine import Way, combine_impossible
@@ -17,9 +16,11 @@ from jaxcoll.hand_over import Alternative, HandOver, PlanError
 from jaxcoll.html import table_html
 from jaxcoll.kernels import NO_KERNELS, KernelPlan, RowShape, plan_kernels
 from jaxcoll.plan_exchange import Exchange, choose_exchange, refuse_exchange
-from jaxcoll.rows import GatherMode, RowPlan, StepFacts, check_numbered, plan_rows, whole_counts
+from jaxcoll.routing import check_numbered
+from jaxcoll.rows import GatherMode, RowPlan, StepFacts, plan_rows, whole_counts
 from jaxcoll.settings import Settings
 from jaxcoll.topology import Topology
+from jaxcoll.whole import whole_number
 
 Gather = GatherMode | Literal["none"]
 SharedExpert = Literal["sharded", "replicated", "replicated_local"]
@@ -137,8 +138,7 @@ def plan_layer(
     """
     settings = settings or Settings()
     counts, roomy = _checked_room(topology, counts, room)
-    if not isinstance(shared_width, Integral) or isinstance(shared_width, bool) or shared_width < 1:
-        raise ValueError(f"shared_width must be a whole number of at least 1, not {shared_width!r}")
+    shared_width = whole_number("shared_width", shared_width)
     if settings.backend != "gather":
         return _plan_all_to_all(topology, counts, roomy, settings, shared_width, row)
     return _plan_gather(topology, counts, roomy, settings, shared_width, facts)
@@ -198,7 +198,7 @@ def _rows_in_room(
     """The rows of `counts` in the static shapes of `room`."""
     mode = "max_len" if gather in ("max_len", "none") else "sum_len"
     shapes = plan_rows(room, topology.attn_tp, mode=mode, bucketed=True)
-    check_numbered("with padding, the replicas'", max(shapes.total, topology.attn_dp * shapes.rows))
+    check_numbered("a step, with padding,", max(shapes.total, topology.attn_dp * shapes.rows))
     exact = plan_rows(counts, topology.attn_tp, mode=mode)
     starts = shapes.starts if mode == "max_len" else exact.starts
     return dataclasses.replace(exact, reason=reason, rows=shapes.rows, total=shapes.total, starts=starts)

@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from jaxcoll.collectives import all_gather, all_to_all, declare_partial, reduce_scatter
-from jaxcoll.hand_over import PlanError
+from jaxcoll.routing import check_numbered
 from jaxcoll.states import State, StateError, as_group, group_size, require
 from jaxcoll.topology import Topology
 
@@ -69,7 +69,7 @@ def all_gather_v(x: Array, counts: Array, group: Group, *, capacity: int, transp
         ValueError: not one count per rank, unknown transport, or row numbers that pass 2^31.
     """
     axes, n, rows = _checked(x, counts, group, State.SHARD, "all_gather_v", transport)
-    _fits_int32("all_gather_v", n * rows, capacity)
+    check_numbered("all_gather_v", n * rows, capacity)
     counts = jnp.clip(counts, 0, rows)
     starts = _exclusive_sum(counts)
     if 0 in (x.size, capacity):
@@ -112,7 +112,7 @@ def reduce_scatter_v(
         ValueError: not one count per rank, unknown transport, or row numbers that pass 2^31.
     """
     axes, n, total = _checked(x, counts, group, State.PARTIAL, "reduce_scatter_v", transport)
-    _fits_int32("reduce_scatter_v", n * rows, total)
+    check_numbered("reduce_scatter_v", n * rows, total)
     starts = _exclusive_sum(counts) if starts is None else starts
     _counts_are_replicas(starts, axes, n, "reduce_scatter_v")
     starts = jnp.clip(starts, 0, total)
@@ -174,7 +174,7 @@ def all_to_all_v(
     axes, held = as_group(group), x.shape[0]
     block = held if pair_capacity is None else pair_capacity
     _require_rows(x, axes, State.SHARD, "all_to_all_v", transport)
-    _fits_int32("all_to_all_v", group_size(axes) * max(block, held), capacity)
+    check_numbered("all_to_all_v", group_size(axes) * max(block, held), capacity)
     asked, mine = exchange_counts(send_counts, axes), lax.axis_index(axes) if axes else 0
     sent, recv_starts = _admitted(asked, held, capacity, block)
     sends, recv_counts = (_exclusive_sum(asked[mine]), sent[mine]), sent[:, mine]
@@ -215,7 +215,7 @@ def place_rows(x: Array, start: Array, count: Array, group: Group, *, total: int
     axes = as_group(group)
     require(x, axes, State.SHARD, "place_rows")
     rows = x.shape[0]
-    _fits_int32("place_rows", total + rows)
+    check_numbered("place_rows", total + rows)
     real = _where_rows(jnp.arange(rows) < count, x)
     # A whole block fits from any start, so that dynamic_update_slice never moves it to make it fit.
     buffer = jnp.zeros((total + rows, *x.shape[1:]), x.dtype)
@@ -265,11 +265,6 @@ def _counts_are_replicas(counts: Array, axes: tuple[str, ...], n: int, verb: str
 def _one_per_rank(counts: Array, n: int, verb: str) -> None:
     if counts.shape != (n,) or not jnp.issubdtype(counts.dtype, jnp.integer):
         raise ValueError(f"{verb} needs one whole number per rank, [{n}], not {counts.dtype}{list(counts.shape)}")
-
-
-def _fits_int32(verb: str, *rows: int) -> None:
-    if max(rows) >= 2**31:
-        raise PlanError(f"{verb} would number {max(rows)} rows, which passes 2^31 - 1; use smaller capacities")
 
 
 def _exclusive_sum(counts: Array) -> Array:

@@ -208,6 +208,12 @@ def exclusive_sum(counts: Array, axis: int = 0) -> Array:
     return jnp.cumsum(counts, axis, dtype=counts.dtype) - counts
 
 
+def check_numbered(what: str, *rows: int) -> None:
+    """Raises PlanError where the last row of one of these buffers has no number."""
+    if max(rows) > MAX_ROWS:
+        raise PlanError(f"{what} would number {max(rows)} rows, which passes 2^31 - 1; use fewer rows or capacities")
+
+
 def check_row_numbers(what: str, sizes: dict[str, int]) -> int:
     """The product of the named sizes, which are rows of a buffer.
 

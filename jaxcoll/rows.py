@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxcoll.hand_over import PlanError
-from jaxcoll.routing import MAX_ROWS
+from jaxcoll.routing import check_numbered
+from jaxcoll.whole import whole_number
 
 Mode = Literal["max_len", "sum_len"]
 GatherMode = Literal["gather_v", "sum_len", "max_len"]
@@ -183,9 +183,8 @@ def plan_rows(
         PlanError: more rows than 32 bits number.
     """
     real = whole_counts(counts)
-    if not isinstance(attn_tp, int | np.integer) or attn_tp < 1:
-        raise ValueError(f"attn_tp must be a whole number of at least 1, not {attn_tp!r}")
-    check_numbered("a replica's", max(real))
+    attn_tp = whole_number("attn_tp", attn_tp)
+    check_numbered("a replica", max(real))
     aligned = aligned_counts(np.array(real), attn_tp)
     if mode is not None:
         _one_of("mode", mode, get_args(Mode))
@@ -198,15 +197,9 @@ def plan_rows(
     if chosen == "sum_len":
         held = int(aligned.sum())
         total = min(total, bucket_rows(held, attn_tp)) if bucketed else held
-    check_numbered("the replicas'", total)
+    check_numbered("a step", total)
     _, starts = slots(np.array(real), chosen, attn_tp=attn_tp, rows=rows)
     return RowPlan(real, tuple(aligned.tolist()), chosen, reason, rows, total, tuple(starts.tolist()))
-
-
-def check_numbered(whose: str, rows: int) -> None:
-    """Raises PlanError where the last row has no number."""
-    if rows > MAX_ROWS:
-        raise PlanError(f"{whose} rows would be {rows}, which passes 2^31 - 1")
 
 
 def _by_overrides(aligned: Sequence[int], facts: StepFacts) -> tuple[Mode, str] | None:

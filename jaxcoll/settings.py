@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
-from numbers import Integral
 from typing import Any, Literal, get_args
 
+from jaxcoll.whole import whole_number
 from jaxcoll.wire import WireChoice
 
 GatherChoice = Literal["auto", "gather_v", "sum_len", "max_len"]
@@ -99,9 +99,7 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, bool) and not (name == "use_reduce_scatter" and value is None):
                 raise SettingsError(f"{name} must be True or False, not {value!r}")
-        copies = self.redundant_experts
-        if not isinstance(copies, Integral) or isinstance(copies, bool) or copies < 0:
-            raise SettingsError(f"redundant_experts must be a whole number of at least 0, not {copies!r}")
+        whole_number("redundant_experts", self.redundant_experts, least=0, error=SettingsError)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None, **given: Any) -> Settings:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxcoll.whole import whole_number
 
 GroupName = Literal["attn_dp", "attn_tp", "moe_ep", "moe_tp", "world"]
 Group = tuple[str, ...]
@@ -62,7 +63,7 @@ class Topology:
             size = getattr(self, name)
             if name == "moe_ep" and size is None:
                 size = self.world
-            object.__setattr__(self, name, _size(name, size))
+            object.__setattr__(self, name, whole_number(name, size, error=TopologyError))
         if self.world % self._moe_ep:
             raise TopologyError(
                 f"moe_ep={self._moe_ep} does not divide the world of attn_dp*attn_tp = "
@@ -79,7 +80,7 @@ class Topology:
         if self.devices is not None and len(set(self.devices)) != self.world:
             raise TopologyError(f"a device is given twice: {', '.join(map(str, self.devices))}")
         hosts = _hosts_of(self.devices) if self.hosts is None else self.hosts
-        object.__setattr__(self, "hosts", _size("hosts", hosts))
+        object.__setattr__(self, "hosts", whole_number("hosts", hosts, error=TopologyError))
         if self.world % self._hosts:
             raise TopologyError(f"hosts={self.hosts} does not divide the world of {self.world} devices")
 
@@ -195,17 +196,6 @@ class Topology:
         if not (0 <= outer < outer_size and 0 <= inner < inner_size):
             raise TopologyError(f"rank ({outer}, {inner}) lies outside {outer_size} x {inner_size}")
         return outer * inner_size + inner
-
-
-def _size(name: str, size: Any) -> int:
-    """A size as Python's own integer; NumPy's are whole numbers too."""
-    try:
-        whole = 0 if isinstance(size, bool) else operator.index(size)
-    except TypeError:
-        whole = 0
-    if whole < 1:
-        raise TopologyError(f"{name} must be a whole number of at least 1, not {size!r}")
-    return whole
 
 
 def host_axes(topology: Topology) -> tuple[Group, str]:

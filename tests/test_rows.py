@@ -189,9 +189,9 @@ def test_counts_that_are_none_are_refused(counts):
 @pytest.mark.parametrize(
     ("counts", "said"),
     [
-        ((2**31,), "a replica's rows would be 2147483648"),
-        ((2**64, 1), f"a replica's rows would be {2**64}"),
-        ((2**30, 2**30), "the replicas' rows would be 2147483648"),
+        ((2**31,), "a replica would number 2147483648 rows"),
+        ((2**64, 1), f"a replica would number {2**64} rows"),
+        ((2**30, 2**30), "a step would number 2147483648 rows"),
     ],
 )
 def test_rows_that_32_bits_cannot_number_are_refused(counts, said):
